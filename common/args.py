@@ -219,7 +219,9 @@ class RunArgs:
     output_dir: str = arg("outputs/run", help="folder for all that the run writes", is_path=True)
     overwrite_output_dir: bool = arg(False, help="start over: an earlier run in the folder is deleted")
     accept_changes: bool = arg(False, help="resume although script, data or code was changed")
-    resume_from_checkpoint: str = arg("auto", help="auto (newest intact checkpoint in output_dir) or none")
+    resume_from_checkpoint: str = arg(
+        "auto", help="auto (newest intact checkpoint of this run), none, or one of another folder", is_path=True
+    )
     seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")
     hub_model_id: str | None = arg(help="repository on the Hub: OWNER/NAME", needs="push_to_hub")

@@ -290,6 +290,8 @@ class Windows:
         self._indivisible = indivisible
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches per window
         self.size = self._batch_size * self._parts
+        # It determines which examples have been used after a number of steps.
+        self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
         if args.max_steps <= 0:
             self.end = max(1, round(args.num_train_epochs * len(train)))
         else:
@@ -326,13 +328,6 @@ class Windows:
         if self._budget is not None:
             return self._budget.start(step)
         return min(step * self.size, self.end) + self._shift
-
-    @property
-    def typical_length(self) -> float:
-        """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention per token."""
-        data = self.train.data
-        sizes = np.minimum(data.lengths / len(data[0]), self.longest)  # approximate if an example has two sequences
-        return float((sizes**2).sum() / sizes.sum())
 
     def plan(self) -> dict[str, Any]:
         """The plan of the run: steps, examples and tokens per step, steps per epoch (None for a stream), and the sizes of

@@ -16,8 +16,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, declared, defaults, first_definition, is_within
-from common.errors import UserError, last_words, say, show_and_exit
+from common.errors import UserError, last_words, quoted, say, show_and_exit
 from common.extras import extra
+from common.memory import is_oom
 import yaml
 
 Args = TypeVar("Args", bound=CommonArgs)
@@ -29,7 +30,6 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "remote process
 # What users of transformers and TRL write for a choice: what it is called here.
 SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
 SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
-OF_THE_TESTS = (f"{PREFIX}DATA", f"{PREFIX}CHAOS")
 
 
 def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
@@ -85,6 +85,9 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
     except SystemExit as stop:
         code = stop.code or 0
     except Exception as error:
+        if is_oom(error):
+            remedy = "lower --per_device_eval_batch_size or --eval_max_new_tokens, or what the script samples at a time"
+            show_and_exit(UserError(f"out of memory outside of the training steps: {remedy} ({quoted(error, 160, str)})"))
         if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
             show_and_exit(UserError(f"another process has ended; if it printed why, that is the reason ({error})"))
         last_words(error)
@@ -115,7 +118,7 @@ def _environment(args_class: type[CommonArgs]) -> Values:
     found: Values = {}
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(PREFIX).lower()
-        if variable.startswith(PREFIX) and value and name != "config" and variable not in OF_THE_TESTS:
+        if variable.startswith(PREFIX) and value and name != "config":
             several = value.split() if name in types_of(args_class) and _kind(args_class, name)[1] else value
             found |= _checked({name: several}, variable, args_class)
     return found

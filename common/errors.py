@@ -97,16 +97,3 @@ def show_and_exit(error: UserError) -> None:
     last_words(error)
     sys.stdout.flush()
     os._exit(1)  # a rank that failed alone must not wait for the others
-
-
-def as_command(main: Callable[[], int | None]) -> None:
-    """Call a tool's `main` and end the program: a UserError is one line, Ctrl-C a word."""
-    try:
-        code = main()
-        sys.stdout.flush()
-    except UserError as error:
-        show_and_exit(error)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        code = 130
-    sys.exit(code)

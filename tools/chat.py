@@ -23,11 +23,13 @@ from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, as_command, printable, quoted
+from common.errors import UserError, printable, quoted
 from common.extras.lora import import_peft
 from common.memory import is_oom
 from common.model.load import check_weights, hub_errors
 import torch
+
+from tools import as_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

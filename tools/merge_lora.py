@@ -6,8 +6,9 @@ merged folder contains the adapter's tokenizer, generation_config.json and extra
 
 import argparse
 
-from common.errors import as_command
 from common.extras.merge import merge_adapter
+
+from tools import as_command
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -7,8 +7,10 @@ README.md (if there is one) are pushed: no optimizer, logs, samples, or anything
 import argparse
 from pathlib import Path
 
-from common.errors import UserError, as_command
+from common.errors import UserError
 from common.extras.hub import check_repo, push
+
+from tools import as_command
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,8 +15,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, as_command, say
+from common.errors import UserError, say
 import yaml
+
+from tools import as_command
 
 Item = dict[str, Any]  # question, answer, metadata
 

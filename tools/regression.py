@@ -10,11 +10,13 @@ import json
 from pathlib import Path
 
 from common.args import CommonArgs
-from common.errors import UserError, as_command, printable, say
+from common.errors import UserError, printable, say
 from common.extras.regression import ALL, ALPHA, Cases, Change, Outcome, Suite, compare
 from common.model import load_model, load_tokenizer
 from common.processes import Accelerator
 import torch
+
+from tools import as_command
 
 SHOWN = 100  # characters of an answer
 

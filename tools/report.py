@@ -14,7 +14,7 @@ import socket
 import statistics
 from typing import Any
 
-from common.errors import UserError, as_command, say
+from common.errors import UserError, say
 from common.extras.regression import fall_p_value, wilson
 from common.extras.report import (
     Row,
@@ -31,6 +31,8 @@ from common.extras.report import (
     state_of,
     write_page,
 )
+
+from tools import as_command
 
 MOST = 8  # runs on a page: more colours would be hard to tell apart
 FIGURES = 3  # evaluated metrics in the table of all runs

@@ -6,7 +6,3 @@ from common.data.load import load_data, load_prompts
 from common.data.order import Shuffled, drop_turns
 from common.data.tokens import tokenize_chat, tokenize_completion, tokenize_messages, tokenize_pair, tokenize_row, truncate
 from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
-
-__all__ = ["BadRow", "Example", "Row", "Sequence", "Shuffled", "Tokenizer", "as_chat", "as_preference"]
-__all__ += ["as_prompt", "as_text", "chunk", "drop_turns", "load_data", "load_prompts", "pack", "tokenize_chat"]
-__all__ += ["tokenize_completion", "tokenize_messages", "tokenize_pair", "tokenize_row", "truncate", "whole"]

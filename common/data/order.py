@@ -8,8 +8,9 @@ from collections.abc import Sequence as SequenceOf
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from common.data.types import Example, Sequence
+from common.data.types import Example
 from common.errors import UserError
+from common.extras import extra
 import numpy as np
 
 if TYPE_CHECKING:
@@ -90,16 +91,9 @@ class Order:
 class Shuffled:
     """`shuffled[position]`: the example at a position of the run; len: the number of examples in an epoch."""
 
-    def __init__(
-        self,
-        examples: "Examples",
-        order: Order,
-        data: "Examples | None" = None,
-        turn_dropping: float = 0.0,
-    ):
-        """data: the examples before packing or cutting. turn_dropping: the probability that a chat ends after one of its
-        earlier answers."""
-        self.examples, self.order, self.turn_dropping = examples, order, turn_dropping
+    def __init__(self, examples: "Examples", order: Order, data: "Examples | None" = None):
+        """data: the examples before packing or cutting."""
+        self.examples, self.order = examples, order
         self.sources = examples.sources
         self.data = examples if data is None else data
 
@@ -110,18 +104,13 @@ class Shuffled:
     def apply(self, function: "Callable[[Examples], Examples]") -> "Shuffled":
         """The same with other examples, which the function makes from these by packing or cutting."""
         examples = function(self.examples)
-        return Shuffled(examples, self.order.of(examples), self.data, self.turn_dropping)
+        return Shuffled(examples, self.order.of(examples), self.data)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, position: int) -> Example:
-        index = self.order[position]
-        example = self.examples[index]
-        if self.turn_dropping:
-            rng = np.random.default_rng((self.order.seed, position // len(self), index))
-            example = [shorten(sequence, self.turn_dropping, rng) for sequence in example]
-        return example
+        return self.examples[self.order[position]]
 
     def where(self, position: int) -> str:
         """The source and row of the example at a position."""
@@ -133,28 +122,8 @@ class Shuffled:
 
 
 def drop_turns(train: Shuffled, probability: float) -> Shuffled:
-    """The same training data, in which each chat ends after one of its earlier answers with this probability.
-
-    The choice is a function of (seed, epoch, example). Raises UserError for a stream.
-    """
-    if not probability:
-        return train
-    if not isinstance(train, Shuffled):
-        raise UserError("--dataset_streaming: no --turn_dropping: it needs all rows at hand")
-    return Shuffled(train.examples, train.order, train.data, probability)
-
-
-def shorten(sequence: Sequence, probability: float, rng: np.random.Generator) -> Sequence:
-    """With the given probability, truncate the sequence after a random trained turn other than its last."""
-    wanted, which = rng.random(2)
-    mask = sequence["loss_mask"].astype(np.int8)
-    steps = np.diff(mask)
-    ends, starts = np.flatnonzero(steps < 0) + 1, np.flatnonzero(steps > 0) + 1
-    earlier = ends[ends <= starts[-1]] if len(starts) else ends[:0]
-    if wanted >= probability or not len(earlier):
-        return sequence
-    end = earlier[int(which * len(earlier))]
-    return {name: value[:end] if np.ndim(value) else value for name, value in sequence.items()}
+    """The same training data, in which each chat ends after one of its earlier answers with this probability."""
+    return extra("turn_dropping").ShortChats(train, probability) if probability else train
 
 
 def shares(weights: SequenceOf[float], total: int) -> list[int]:

@@ -10,6 +10,7 @@ EXTRAS: dict[str, str] = {
     "alerts": "--alert_webhook",
     "best": "--save_best, --early_stopping_patience",
     "hub": "every run, when its model card is written; --push_to_hub",
+    "clock": "--max_hours, --save_minutes",
     "compiled_head": "training on a CUDA device",
     "cuda_graph": "sampling on a CUDA device",
     "dry_run": "--dry_run",
@@ -33,6 +34,7 @@ EXTRAS: dict[str, str] = {
     "tokenizer": "pretraining without a tokenizer: --vocab_size",
     "token_budget": "--max_tokens_per_batch",
     "trackers": "--report_to",
+    "turn_dropping": "--turn_dropping",
     "varlen": "attention on a CUDA device",
     "vllm": "--rollout_server",
 }

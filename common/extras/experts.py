@@ -18,7 +18,8 @@ other one of a process costs a forward pass without gradient.
 from collections.abc import Iterator
 import contextlib
 import itertools
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
@@ -28,6 +29,9 @@ from common.memory import finest_dtype, to_device
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Config names of the number of experts, and of the number of experts per token.
 NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -55,6 +59,18 @@ def idle_parameters(lm: nn.Module) -> float:
         return 0.0
     experts, chosen = size
     return (1 - chosen / experts) * sum(p.numel() for module in expert_modules(lm) for p in module.parameters())
+
+
+def mixtral_config(shape: dict[str, Any], num_experts: int, chosen: int, width: int | None) -> "PreTrainedConfig":
+    """A Llama-type configuration, whose MLPs become mixtures of experts. chosen: experts of a token; width: of an expert, by
+    default such that those of a token are together as wide as the MLP would be."""
+    from transformers import LlamaConfig, MixtralConfig
+
+    if chosen > num_experts:
+        raise UserError(f"--num_experts_per_tok {chosen}: there are only {num_experts} (--num_experts)")
+    shape = shape | {"intermediate_size": width or math.ceil(shape["intermediate_size"] / chosen / 32) * 32}
+    rope = LlamaConfig().rope_parameters  # Mixtral's defaults are for 32k tokens
+    return MixtralConfig(**shape, num_local_experts=num_experts, num_experts_per_tok=chosen, rope_parameters=rope)
 
 
 class Experts:

@@ -149,6 +149,8 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     peft, wanted = import_peft("--use_peft"), args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
     unfit = UNFIT.get(lm.config.model_type, ())
+    if not everything and (named := [name for name in wanted if name in unfit]):
+        raise UserError(f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}")
     left_out = [rf".*\.{name}" for name in unfit]
     decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
     head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")

@@ -3,9 +3,12 @@
 import re
 
 from accelerate import Accelerator
+from common.collators import Windows
 from common.extras import extra
 from common.model.flat_model import FlatModel, base_lm, routes_tokens, sizes
 from common.model.lm_head import weight_of
+from common.sampling import RolloutSchedule
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -28,10 +31,20 @@ PEAK_FLOPS = {
 }
 
 
-def mfu_per_token(model: FlatModel, T: int, accelerator: Accelerator) -> float | None:
+def mfu_per_token(model: FlatModel, T: float, accelerator: Accelerator) -> float | None:
     """What each token per second, over all processes, adds to `mfu`; None for an unknown GPU. T: as for flops_per_token."""
     peak = peak_flops(accelerator.device)
     return flops_per_token(model, T) / (peak * accelerator.num_processes) if peak else None
+
+
+def typical_length(windows: Windows | RolloutSchedule) -> float:
+    """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention per token. At
+    most, before completions are sampled."""
+    if isinstance(windows, RolloutSchedule):
+        return windows.longest
+    data = windows.train.data
+    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # approximate if an example has two sequences
+    return float((sizes**2).sum() / sizes.sum())
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -42,7 +55,7 @@ def peak_flops(device: torch.device) -> float | None:
     return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)
 
 
-def flops_per_token(model: FlatModel, T: int) -> float:
+def flops_per_token(model: FlatModel, T: float) -> float:
     """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
 
     N: parameters in matrix products (all but the input embedding, including the LM head; of experts, those that a token

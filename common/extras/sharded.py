@@ -24,6 +24,7 @@ from common.processes import gather_lists
 from safetensors.torch import save_file
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, StateDictType
 
 
@@ -66,6 +67,14 @@ def write_frame(folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], 
     tokenizer.save_pretrained(folder)
     if extra:
         save_file(extra, folder / EXTRA)
+
+
+def gather_weights(accelerator: Accelerator, model: nn.Module, only_trained: bool) -> dict[str, torch.Tensor]:
+    """All weights, or at least the trained ones, on the main process; {} on the others. Called on every process."""
+    if only_trained and accelerator.is_fsdp2:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(accelerator.unwrap_model(model, keep_torch_compile=False), options=options)
+    return accelerator.get_state_dict(model) or {}
 
 
 def gather_extra(model: FlatModel) -> dict[str, torch.Tensor]:

@@ -3,17 +3,3 @@
 from common.model.flat_model import FlatModel, Output, disable_dropout
 from common.model.load import create_model, llama_config, load_config, load_model, load_tokenizer
 from common.model.optimizer import make_optimizer, schedule, set_lr
-
-__all__ = [
-    "FlatModel",
-    "Output",
-    "make_optimizer",
-    "create_model",
-    "disable_dropout",
-    "llama_config",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "schedule",
-    "set_lr",
-]

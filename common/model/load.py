@@ -327,20 +327,14 @@ def llama_config(
     With num_experts each MLP becomes a mixture of experts (Mixtral) of moe_intermediate_size; by default a token's experts
     are together as wide as the MLP would be. more: further fields of the configuration.
     """
-    from transformers import LlamaConfig, MixtralConfig
+    from transformers import LlamaConfig
 
     if hidden_size % num_heads:
         raise UserError(f"--hidden_size {hidden_size} is not divisible by --num_heads {num_heads}")
     if num_heads % (num_kv_heads or num_heads):
         raise UserError(f"--num_heads {num_heads} is not divisible by --num_kv_heads {num_kv_heads}")
     width = intermediate_size or math.ceil(hidden_size * 8 / 3 / 32) * 32
-    if num_experts:
-        if num_experts_per_tok > num_experts:
-            raise UserError(f"--num_experts_per_tok {num_experts_per_tok}: there are only {num_experts} (--num_experts)")
-        width = moe_intermediate_size or math.ceil(width / num_experts_per_tok / 32) * 32
-        more |= {"num_local_experts": num_experts, "num_experts_per_tok": num_experts_per_tok}
-        more |= {"rope_parameters": LlamaConfig().rope_parameters}  # Mixtral's defaults are for 32k tokens
-    return (MixtralConfig if num_experts else LlamaConfig)(
+    shape = dict(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=width,
@@ -352,3 +346,6 @@ def llama_config(
         pad_token_id=tokenizer.pad_token_id,
         **more,
     )
+    if num_experts:
+        return extra("experts").mixtral_config(shape, num_experts, num_experts_per_tok, moe_intermediate_size)
+    return LlamaConfig(**shape)

@@ -5,7 +5,6 @@ from pathlib import Path
 import shutil
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.extras import extra
@@ -36,13 +35,9 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, frozen: bool =
     """The weights by their names in the FlatModel; of a model with an adapter at least those that are trained, unless
     `frozen`. If processes share the weights, the main one gets them, and the others {}. Called on every process."""
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    if accelerator.distributed_type == DistributedType.FSDP and hasattr(wrapper.lm, "peft_config") and not frozen:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return get_model_state_dict(wrapper, options=options)
     if accelerator.distributed_type in SHARDED:
-        return accelerator.get_state_dict(model) or {}
+        only_trained = hasattr(wrapper.lm, "peft_config") and not frozen
+        return extra("sharded").gather_weights(accelerator, model, only_trained)
     return wrapper.state_dict()
 
 

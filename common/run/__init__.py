@@ -1,5 +1,3 @@
 """Everything a run needs around its loop: output folder, checkpoints, metrics, signals, memory."""
 
 from common.run.run import Run
-
-__all__ = ["Run"]

@@ -169,25 +169,28 @@ def writing(folder: Path) -> Iterator[None]:
 def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin. Deletes nothing.
 
-    | the folder holds                    | this run                                    |
-    |-------------------------------------|---------------------------------------------|
-    | no run                              | begins                                      |
-    | any run, and --overwrite_output_dir | begins                                      |
-    | an unfinished run                   | goes on from its newest intact checkpoint   |
-    | a complete run of this length       | ends with SystemExit(0)                     |
-    | a complete run that is to be longer | goes on like an unfinished one              |
+    | the folder holds                    | this run                                               |
+    |-------------------------------------|--------------------------------------------------------|
+    | no run                              | begins, or goes on from a named checkpoint of another  |
+    | any run, and --overwrite_output_dir | the same                                               |
+    | an unfinished run                   | goes on from its newest intact checkpoint              |
+    | a complete run of this length       | ends with SystemExit(0)                                |
+    | a complete run that is to be longer | goes on like an unfinished one                         |
 
     inputs: see known_inputs. Raises UserError if two different runs would be mixed.
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
-    if wanted.lower() not in ("auto", "true", "none"):
-        instead = "auto or none; to go on from one checkpoint, copy it into a new --output_dir, and resume there"
-        raise UserError(f"--resume_from_checkpoint {wanted}: expected {instead}")
-    if args.overwrite_output_dir or earlier_args(folder) is None:
+    named = None if wanted.lower() in ("auto", "true", "none") else Path(wanted)
+    if named and (problem := find_damage(named)):
+        expected = "expected auto, none, or a checkpoint of another folder, like outputs/sft/checkpoint-500"
+        raise UserError(f"--resume_from_checkpoint {named}: {problem}; {expected}")
+    saved = None if args.overwrite_output_dir else earlier_args(folder)
+    if saved is None and named is None:
         return None
-    if wanted.lower() == "none":
+    if saved is not None and (wanted.lower() == "none" or (named and saved.get("resume_from_checkpoint") != wanted)):
         raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
-    is_complete, checkpoint = (folder / "summary.json").exists(), newest_intact(folder)
+    is_complete = saved is not None and (folder / "summary.json").exists()
+    checkpoint = named if saved is None else newest_intact(folder) or named
     earlier = folder if is_complete or checkpoint is None else checkpoint
     before = read_args(earlier)
     if not before:

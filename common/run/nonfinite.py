@@ -25,13 +25,14 @@ class NonFinite:
         """Whether the optimizer should take the step. If not, the window is written to bad_batches/.
 
         Looks at what was added to the metrics as "loss", too: grad_norm is None where an engine does not return it, and with
-        fp16 an infinite gradient is left to the loss scaler, which skips the step and lowers the scale. Raises UserError
-        after MOST_BAD in a row.
+        fp16 an infinite gradient is left to the loss scaler, which skips the step and halves the scale, down to 1 from 2^16.
+        Raises UserError after MOST_BAD in a row.
         """
         metrics, accelerator = self.metrics, self.metrics.accelerator
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
         norm = math.nan if grad_norm is None else float(whole(grad_norm))
-        bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or accelerator.scaler)
+        scaled = accelerator.scaler is not None and accelerator.scaler.get_scale() >= 1
+        bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or scaled)
         bad = metrics.window_is_bad = anywhere(accelerator, bad)  # all processes take the step, or none does
         if bad:
             self._report(loss, norm, step, window)

@@ -27,7 +27,9 @@ import torch
 from torch import nn
 
 Gradients = Callable[[Window], None]
-WHAT_HELPS = "what helps: --auto_micro_batch, --gradient_checkpointing, --use_peft or a smaller --max_length (--dry_run)"
+WHAT_HELPS = (
+    "what helps: --gradient_checkpointing, --use_peft, a smaller --max_length; several processes: --auto_micro_batch"
+)
 
 
 class Retry:

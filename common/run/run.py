@@ -104,8 +104,9 @@ class Run:
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
-        on_gpu = accelerator.device.type == "cuda"
-        mfu = extra("mfu").mfu_per_token(model, windows.typical_length, accelerator) if on_gpu else None
+        mfu = None
+        if accelerator.device.type == "cuda":
+            mfu = extra("mfu").mfu_per_token(model, extra("mfu").typical_length(windows), accelerator)
         load_extra(model, self.resume_from, args.model_name_or_path)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)
@@ -127,6 +128,8 @@ class Run:
             if hasattr(part, "restore"):
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
         self._note_start()
+        if (before := state.get("step_size", windows.step_size)) != windows.step_size:
+            say(f"a step has {windows.step_size}, and had {before}: the order is not that of an uninterrupted run")
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:
@@ -234,14 +237,15 @@ class Run:
         """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
         self.nonfinite.check_weights(self.model, step)
         refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
-        state = {"base_dtype": self.base_dtype, "parts": self._each("state", step)}
+        state = {"step_size": self.windows.step_size, "base_dtype": self.base_dtype, "parts": self._each("state", step)}
         written = save_checkpoint(
             self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best_step, self.kept
         )
         if self.best and not written:
             self.best.withdraw(step)
         self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
-        self.signals.saved()
+        if self.signals.clock:
+            self.signals.clock.saved()
         self.save_wanted, self.saved_step = False, step
 
     def retry_smaller(self, gradients: Gradients, window: Window) -> None:

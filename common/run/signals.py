@@ -11,14 +11,14 @@ import time
 from typing import Any
 
 from accelerate import Accelerator
-from common import START
 from common.args import CommonArgs
 from common.errors import say
+from common.extras import extra
 from common.processes import reset_in_children
 import torch
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
-EXIT_SECONDS = 10.0  # allowed from the last save to the end of the process
+AGAIN_SECONDS = 1.0  # a launcher forwards the Ctrl-C that its processes also got from the terminal: not a second one
 
 # Numeric requests of processes; the run does the largest one.
 SAVE = 1
@@ -39,11 +39,9 @@ class Signals:
         self.accelerator = accelerator
         self.noted: list[int] = []  # requests to this process since the last question
         self.reason = ""  # why the run should stop, once `asked_for` has returned "stop"
-        self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
-        self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
-        self.asked = self.saved_at = time.time()
-        self.first_step, self.longest = True, 0.0  # the longest time between two questions: a step, with its evaluation
-        self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))  # a guess, until one has been measured
+        self.clock = extra("clock").Clock(args) if args.max_hours or args.save_minutes else None
+        self.is_first = True  # the next question
+        self.first_at = 0.0  # time of the first SIGINT; a second one leaves at once
         # A killed launcher leaves its processes behind, which would keep running beside the run that replaces them.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
@@ -59,24 +57,19 @@ class Signals:
         """
         if not possible:
             return ""
-        now = time.time()
-        if self.first_step:
-            self.first_step, self.asked = False, now
+        by_itself = self._by_itself()
+        if self.is_first:
+            self.is_first = False
             return ""
-        self.longest, self.asked = max(self.longest, now - self.asked), now
         heard = len(self.noted)
-        asked = torch.full((), max([self._by_the_clock(now), *self.noted[:heard]]), device=self.accelerator.device)
+        agreed = max([by_itself, *self.noted[:heard]])
         if self.accelerator.num_processes > 1:
+            asked = torch.tensor(agreed, device=self.accelerator.device)
             torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-        agreed = int(asked)
+            agreed = int(asked)
         self.reason = STOPS.get(agreed, "")
         del self.noted[:heard]  # later requests wait for the next answer
         return "stop" if self.reason else "save" if agreed == SAVE else ""
-
-    def saved(self) -> None:
-        """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
-        self.saved_at = time.time()
-        self.save_seconds = self.saved_at - self.asked
 
     def leave(self, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
@@ -91,17 +84,17 @@ class Signals:
         while self.before:
             signal.signal(*self.before.popitem())
 
-    def _by_the_clock(self, now: float) -> int:
-        """The request due by the clock. The main process decides, as clocks may differ."""
+    def _by_itself(self) -> int:
+        """The request that no signal makes. The main process decides by the clock, as clocks may differ."""
         if self.launcher is not None and os.getppid() != self.launcher:
             return 3
-        if not self.accelerator.is_main_process:
+        if self.clock is None or not self.accelerator.is_main_process:
             return 0
-        if self.max_seconds is not None:
-            needed = 1.25 * (self.longest + self.save_seconds) + EXIT_SECONDS
-            if now - START + needed > self.max_seconds:
-                return 2
-        return SAVE if self.save_after is not None and now - self.saved_at > self.save_after else 0
+        return {"stop": 2, "save": SAVE, "": 0}[self.clock.asks()]
 
     def _note(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:
+            if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
+                os._exit(128 + number)
+            self.first_at = self.first_at or time.time()
         self.noted.append(SIGNALS[number])

@@ -3,13 +3,3 @@
 from common.sampling.generate import Sampled, sample
 from common.sampling.rewards import Reward, load_rewards, score, score_by_name
 from common.sampling.rollout import RolloutSchedule
-
-__all__ = [
-    "Reward",
-    "RolloutSchedule",
-    "Sampled",
-    "load_rewards",
-    "sample",
-    "score",
-    "score_by_name",
-]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import math
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
@@ -31,6 +31,7 @@ class RolloutSchedule:
         divide the completions of a window."""
         self.train, self.updates_per_rollout = prompts, updates_per_rollout
         self.window_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+        self.step_size = f"{self.window_size} completions"
         if self.window_size % num_generations:
             raise UserError(
                 f"--num_generations {num_generations} does not divide the {self.window_size} completions of a step "
@@ -40,7 +41,7 @@ class RolloutSchedule:
         self.num_prompts = self.window_size * windows_per_rollout // num_generations  # per rollout
         epochs = math.ceil(args.num_train_epochs * len(prompts) / self.num_prompts) * updates_per_rollout
         self._steps = args.max_steps if args.max_steps > 0 else epochs
-        self.longest = self.typical_length = prompts.longest + max_completion_length  # tokens of a sequence
+        self.longest = prompts.longest + max_completion_length  # tokens of a sequence
         self._largest_micro_batch = [self.longest] * args.per_device_train_batch_size
         self._num_generations, self._max_completion_length = num_generations, max_completion_length
         self._accelerator = accelerator
@@ -70,22 +71,15 @@ class RolloutSchedule:
         }
 
 
-class Scored(Protocol):
-    """A completion, as the scripts represent it."""
-
-    prompt: dict[str, Any]
-    ids: list[int]
-    text: str
-    finished: bool
-    rewards: list[float | None]  # one per function; None: it abstained
-    reward: float  # their weighted sum; NaN: all abstained
-
-
 def rollout_metrics(
-    completions: Sequence[Scored], rewards: list[Reward], group: int, lengths: list[int] | None = None
+    completions: Sequence[Any], rewards: list[Reward], group: int, lengths: list[int] | None = None
 ) -> dict[str, float]:
-    """Metrics of rewards and completion lengths. group: the number of neighbours compared with each other. lengths: number
-    of sampled tokens, if not all of a completion's tokens were sampled."""
+    """Metrics of rewards and completion lengths.
+
+    completions: with `ids`, `finished`, `rewards` (one per function; None: it abstained), and `reward`, their weighted sum
+    (NaN: all abstained). group: the number of neighbours compared with each other. lengths: number of sampled tokens, if not
+    all of a completion's tokens were sampled.
+    """
     reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
     known = [each[~each.isnan()] for each in reward.view(-1, group)]
     stds = torch.stack([each.std() if len(each) > 1 else each.new_tensor(math.nan) for each in known])  # (P,)
@@ -112,8 +106,8 @@ def rollout_metrics(
     return logged
 
 
-def rollout_lines(step: int, completions: Sequence[Scored], rewards: list[Reward]) -> list[dict[str, Any]]:
-    """A line of completions.jsonl for each completion."""
+def rollout_lines(step: int, completions: Sequence[Any], rewards: list[Reward]) -> list[dict[str, Any]]:
+    """A line of completions.jsonl for each completion, which has its `prompt` (the row) and its `text`, too."""
     names = [reward.name for reward in rewards]
     lines = []
     for c in completions:

@@ -107,14 +107,11 @@ PEAKS = [(kind, UNEQUAL, {"recompute": r}, p) for kind in CONFIGS for r in (Fals
 PEAKS += [(kind, lengths, {}, "no") for kind in ("llama", "gpt2") for lengths in ([120], [60] * 6)]
 PEAKS += [(kind, UNEQUAL, {"lora": True, "recompute": r}, "no") for kind in ("llama", "gpt2") for r in (False, True)]
 PEAKS += [(kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS]
-FEW = ("llama", "gpt2", "lfm2")  # the other families take a minute
+# Some are enough by default: all take a minute.
+PEAKS = [case if case[0] in ("llama", "gpt2", "lfm2") else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS]
 
 
-@pytest.mark.parametrize(
-    ("kind", "lengths", "settings", "mixed_precision"),
-    [case if case[0] in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "lengths", "settings", "mixed_precision"), PEAKS, ids=str)
 def test_the_peak_is_the_profiler_s(kind, lengths, settings, mixed_precision):
     model = make(kind, **settings)
     peak = measured(model, lengths, mixed_precision)

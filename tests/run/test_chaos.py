@@ -78,7 +78,7 @@ if importlib.util.find_spec("bitsandbytes") is None:
     del CASES["sft, a base in 4 bits, DoRA"]
 KINDS = ("step", "save", "evaluation", "line", "epoch", "rollout", "prune", "page")
 STAGES = ("pretrain", "sft", "dpo", "grpo")
-EACH = int(os.environ.get("PLAINLOOP_CHAOS", "20"))  # killed runs of each stage
+EACH = int(os.environ.get("TESTS_CHAOS", "20"))  # killed runs of each stage
 
 
 @pytest.fixture(scope="session")

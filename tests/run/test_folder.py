@@ -103,14 +103,17 @@ def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
         claim(args | {"max_steps": 20})
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_or_from_a_copy(tmp_path):
+def test_a_run_goes_on_from_its_newest_checkpoint_or_a_named_one(tmp_path):
     args = folder_of_a_run(tmp_path)
     newest, copy = tmp_path / "out" / "checkpoint-6", tmp_path / "new" / "checkpoint-3"
     assert claim(args) == claim(args | {"resume_from_checkpoint": "True"}) == newest  # as for transformers
-    with pytest.raises(UserError, match="expected auto or none; .* copy it into a new --output_dir"):
-        claim(args | {"resume_from_checkpoint": str(newest)})
-    shutil.copytree(tmp_path / "out" / "checkpoint-3", copy)
-    assert claim(args | {"output_dir": str(tmp_path / "new")}) == copy
+    named = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3"), "output_dir": str(tmp_path / "new")}
+    assert claim(args | named) == tmp_path / "out" / "checkpoint-3"
+    shutil.copytree(tmp_path / "out" / "checkpoint-3", copy)  # of this run, one step further
+    (tmp_path / "new" / "args.yaml").write_text(yaml.safe_dump(args | named))
+    assert claim(args | named) == copy  # the same command once more
+    with pytest.raises(UserError, match="latest: manifest.json cannot be read .*expected auto"):
+        claim(args | named | {"resume_from_checkpoint": "latest"})
 
 
 def test_an_unreadable_run_is_not_overwritten(tmp_path):

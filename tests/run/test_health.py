@@ -1,6 +1,8 @@
 """A NaN or an infinity changes no weight: the step is passed over, its batch is kept, and a run of them ends the run."""
 
 import json
+import math
+from types import SimpleNamespace
 
 from accelerate import Accelerator
 from common.args import CommonArgs
@@ -8,6 +10,7 @@ from common.errors import UserError
 from common.model import FlatModel
 from common.run.folder import checkpoints
 from common.run.metrics import Metrics
+from common.run.nonfinite import NonFinite
 import pytest
 from safetensors.torch import load_file
 import torch
@@ -39,6 +42,16 @@ def break_calls(monkeypatch, which, add=float("nan"), fields=("nll", "logps")):
 def calls_of_step(step):
     """The call in the first of the two micro-batches."""
     return {(step - 1) * 2}
+
+
+def test_fp16_whose_scale_never_recovers_ends_the_run(tmp_path):
+    """Its scaler skips a step that overflows and halves its scale, here until the end."""
+    accelerator, scales = Accelerator(cpu=True), iter([2.0**k for k in range(16, -9, -1)])
+    accelerator.scaler = SimpleNamespace(get_scale=lambda: next(scales))
+    watch = NonFinite(Metrics(accelerator, CommonArgs(output_dir=str(tmp_path))), None)
+    with pytest.raises(UserError, match="step 20: .*3 in a row"):
+        for step in range(25):
+            assert watch.check(torch.tensor(math.inf), step, SimpleNamespace(examples=[], origins=None))
 
 
 @pytest.mark.parametrize(

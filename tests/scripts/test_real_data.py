@@ -1,6 +1,6 @@
 """Real data with real tokenizers: every file is read by its stage, and what is trained is decoded and compared.
 
-Needs a folder with data and tokenizers beside the repository, or named by PLAINLOOP_DATA; skipped without it.
+Needs a folder with data and tokenizers beside the repository, or named by TESTS_DATA; skipped without it.
 """
 
 from functools import cache
@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-DATA = Path(os.environ.get("PLAINLOOP_DATA", Path(__file__).parents[3] / "shared" / "data"))
+DATA = Path(os.environ.get("TESTS_DATA", Path(__file__).parents[3] / "shared" / "data"))
 if not (DATA / "tokenizers").is_dir():
     pytest.skip("no real data here", allow_module_level=True)
 
