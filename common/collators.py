@@ -172,18 +172,8 @@ class Window:
     def backward(self, loss: torch.Tensor) -> None:
         """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages over the
         micro-batches of a process, and DDP over the processes: the factor undoes both."""
-        self._accelerator.backward(loss * self.num_micro_batches)
+        self._accelerator.backward(loss * (len(self) * self._accelerator.num_processes))
         self.went_backward = True
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Over all processes."""
-        return len(self) * self._accelerator.num_processes
-
-    @property
-    def own_tokens(self) -> int:
-        """Tokens of this process's micro-batches."""
-        return sum(len(sequence["input_ids"]) for sequence in self.sequences)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -345,8 +335,6 @@ class Windows:
             "steps_per_epoch": round(len(self.train) / per_step, 2) if hasattr(self.train, "__len__") else None,
             "largest_micro_batch": max(micro_batches, key=sum),
         }
-        if self.max_tokens:
-            plan["utilisation"] = plan["tokens_per_step"] / (self._parts * self.max_tokens)
         return plan
 
     def state(self, step: int) -> dict[str, Any]:

@@ -67,15 +67,12 @@ def is_first() -> bool:
     return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("RANK", "0") == "0"
 
 
-def say(line: str, file: TextIO | None = None, *, as_it_is: bool = False) -> None:
-    """Print a line for the user, once per run rather than once per process, above the progress bar if there is one.
-
-    as_it_is: the line is already `printable`, apart from its own colours.
-    """
+def say(line: str, file: TextIO | None = None) -> None:
+    """Print a line for the user, once per run rather than once per process, above the progress bar if there is one."""
     if is_first():
         file = file or sys.stdout
         with contextlib.suppress(OSError):  # a log on a full disk, or a reader that is gone, loses lines and ends no run
-            tqdm.write(line if as_it_is else printable(line), file=file)
+            tqdm.write(printable(line), file=file)
             file.flush()
 
 

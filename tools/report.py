@@ -85,7 +85,7 @@ def true_state(state: str, folder: Path) -> str:
 
         with open(folder / ".lock", encoding="utf-8") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            is_over = f" on {socket.gethostname()}, since" in file.read(400)
+            is_over = file.read(400).endswith(f" on {socket.gethostname()}")
     except (ImportError, OSError, ValueError):
         is_over = False
     return "killed" if state == "running" and is_over else state

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, leaves_out, per_tokenizer, render, special_tokens
 from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, whole
-from common.errors import UserError, printable
+from common.errors import UserError
 import numpy as np
 
 if TYPE_CHECKING:
@@ -308,8 +308,7 @@ def _piece(
 
 def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
     """A sequence as text with the trained parts in [[brackets]]."""
-    pieces = [(printable(text), trained) for text, trained in trained_parts(sequence, tokenizer)]
-    return "".join(f"[[{text}]]" if trained else text for text, trained in pieces)
+    return "".join(f"[[{text}]]" if trained else text for text, trained in trained_parts(sequence, tokenizer))
 
 
 def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, bool]]:

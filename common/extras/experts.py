@@ -112,7 +112,8 @@ class Experts:
         self.accelerator, self.device = accelerator, accelerator.device
         self.watches, self.calls, self.num_calls = True, 0, len(window)
         self.agreed = not self.aux_coef
-        self.own_tokens, self.tokens = window.own_tokens, None
+        self.own_tokens = sum(len(sequence["input_ids"]) for sequence in window.sequences)
+        self.tokens = None
         self.counts = self.probabilities = self.load = None
         self.counted = None  # (L, E), over the micro-batches after the first
         if not self.aux_coef or len(window) == 1:

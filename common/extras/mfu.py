@@ -31,6 +31,11 @@ PEAK_FLOPS = {
 }
 
 
+def mfu_of_run(model: FlatModel, windows: Windows | RolloutSchedule, accelerator: Accelerator) -> float | None:
+    """`mfu_per_token` for the lengths of the sequences that a run trains on."""
+    return mfu_per_token(model, typical_length(windows), accelerator)
+
+
 def mfu_per_token(model: FlatModel, T: float, accelerator: Accelerator) -> float | None:
     """What each token per second, over all processes, adds to `mfu`; None for an unknown GPU. T: as for flops_per_token."""
     peak = peak_flops(accelerator.device)

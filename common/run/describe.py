@@ -130,4 +130,4 @@ def show_example(example: Any, tokenizer: Tokenizer, name: str) -> None:
         is_prompt = isinstance(example, dict)
         say(f"{' '.join(filter(None, (name, '1', side)))}{'' if is_prompt else ', with what is trained marked'}:")
         text = show_trained(sequence, tokenizer).rstrip("\n")
-        say(f"{text if len(text) <= SHOWN else f'{text[:SHOWN]} ...'}\n", as_it_is=True)
+        say(f"{text if len(text) <= SHOWN else f'{text[:SHOWN]} ...'}\n")

@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 import re
 import shutil
+import socket
 from typing import Any, TextIO
 
 from accelerate import Accelerator
@@ -134,7 +135,10 @@ def lock(folder: Path) -> None:
     except (ImportError, OSError) as error:
         if getattr(error, "errno", None) not in (errno.EACCES, errno.EAGAIN):
             return say(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
-        raise UserError(f"{folder} is in use by another run: wait for it, stop it, or choose another --output_dir") from None
+        raise UserError(f"{folder} is in use by {path.read_text()}: stop it, or choose another --output_dir") from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
 
 
 def is_held(folder: Path) -> bool:

@@ -29,16 +29,19 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
         extra("trackers").check_tracker(args.report_to)
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
-    accelerator = Accelerator(
-        # sync_with_dataloader=False: a window stays whole at the end of an epoch.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        cpu=not torch.accelerator.is_available(),  # otherwise each of two CPU processes would believe it is alone
-        log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
-        project_dir=args.output_dir,
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
-    )
+    try:
+        accelerator = Accelerator(
+            # sync_with_dataloader=False: a window stays whole at the end of an epoch.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
+            ),
+            cpu=not torch.accelerator.is_available(),  # otherwise each of two CPU processes would believe it is alone
+            log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
+            project_dir=args.output_dir,
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
+        )
+    except (ValueError, RuntimeError, KeyError, ImportError) as error:  # an unusable environment variable or config
+        raise UserError(f"Accelerate does not start as it is configured ({type(error).__name__}: {error})") from None
     refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)

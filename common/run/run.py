@@ -104,9 +104,8 @@ class Run:
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
-        mfu = None
-        if accelerator.device.type == "cuda":
-            mfu = extra("mfu").mfu_per_token(model, extra("mfu").typical_length(windows), accelerator)
+        on_gpu = accelerator.device.type == "cuda"
+        mfu = extra("mfu").mfu_of_run(model, windows, accelerator) if on_gpu else None
         load_extra(model, self.resume_from, args.model_name_or_path)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)

@@ -141,7 +141,7 @@ def test_a_backward_pass_without_the_factor_of_the_window_is_refused(accelerator
 def test_a_window_is_split_into_parts_of_so_many_tokens(accelerator, parts, tokens, lengths):
     window = two_micro_batches(accelerator)
     assert [batch["lengths"] for batch in window.split(parts, tokens)] == lengths
-    assert window.num_micro_batches == accelerator.gradient_accumulation_steps == len(lengths) and window.most_parts == 4
+    assert len(window) == accelerator.gradient_accumulation_steps == len(lengths) and window.most_parts == 4
 
 
 def test_packs_are_split_between_sequences_and_pairs_stay_together(accelerator):

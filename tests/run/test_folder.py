@@ -256,7 +256,7 @@ def test_a_folder_belongs_to_one_living_run(tmp_path, token_cache):
             second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
             assert second.returncode == 1, second.stdout + second.stderr
             [said] = [line for line in second.stderr.splitlines() if "error" in line]
-            assert f"{run.output} is in use by another run" in said
+            assert f"{run.output} is in use by process {run.process.pid} on " in said
         assert run.process.poll() is None
         os.kill(run.process.pid, signal.SIGKILL)
         run.process.wait()

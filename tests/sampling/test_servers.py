@@ -157,7 +157,7 @@ def test_weights_are_pushed_before_the_first_rollout(connect, fake, model):
     agree(model, again.sample(PROMPTS, KEYS))
     again.folder.rmdir()
     again.folder.write_text("in the way")
-    with pytest.raises(UserError, match="rollout_weights/step-9: cannot be written"):
+    with pytest.raises(UserError, match="rollout_weights/step-9 cannot be written"):
         again.sync(9)
 
 

@@ -18,7 +18,7 @@ from tests.scripts.texts import BASE as BASE_MODEL
 RUNS = {
     "pretrain": ("--max_steps 100 --eval_steps 100", lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50),
     "sft": (
-        "--max_steps 50 --eval_steps 50 --max_eval_samples 60",
+        "--max_steps 50 --eval_steps 50 --max_eval_samples 60 --eval_max_new_tokens 16",
         lambda a, b: b["eval_loss"] < 1 < 3 < a["eval_loss"],
     ),
     "dpo": (
