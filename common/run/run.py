@@ -31,7 +31,7 @@ from common.extras import extra
 from common.files import loaded_code
 from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
-from common.run.checkpoint import check_modules, export, load_extra, load_kept, resume, save_checkpoint
+from common.run.checkpoint import check_modules, export, load_extra, load_kept, prune, resume, save_checkpoint
 from common.run.describe import describe
 from common.run.folder import begin, checkpoint_at, refuse_changes, refuse_deleted_folder, step_of, writing
 from common.run.launch import NEVER_FREED, start
@@ -291,6 +291,7 @@ class Run:
         if self.accelerator.is_main_process:
             with writing(args.output_dir):
                 extra("hub").write_card(args, self.script, self.best_step)
+            prune(args.output_dir, self.step, args.save_total_limit, self.best_step)  # what a kill has left
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)
