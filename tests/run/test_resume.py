@@ -63,7 +63,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-SHORT = ("pretrain", "sft", "sft streamed", "dpo")
+SHORT = ("sft", "sft streamed", "dpo")
 
 
 @pytest.mark.parametrize("stage", [s if s in SHORT else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])

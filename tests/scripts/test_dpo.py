@@ -184,7 +184,7 @@ def test_the_evaluation_is_the_mean_over_all_held_out_pairs(size, launch, data, 
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
-@pytest.mark.parametrize("precompute", ["false", "true"])
+@pytest.mark.parametrize("precompute", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
     """At a rate of 0 policy and reference are the same at every step: the loss is ln 2, and the gradient is exact."""
     model = make_model(tmp_path / "model", kind)

@@ -26,6 +26,7 @@ def test_the_gallery_says_how_much_each_experiment_changes():
         assert changed == [int(number) for number in said] and sum(changed) <= LARGEST.get(parent, 185), (name, changed)
 
 
+@pytest.mark.slow
 def test_an_experiment_is_run_by_its_path_too(tmp_path):
     """From the root, and from elsewhere: Python looks beside the script for `common`, and finds the root's."""
     for folder, script in ((ROOT, "experiments/train_kto.py"), (tmp_path, FOLDER / "train_kto.py")):
