@@ -148,6 +148,8 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
     for name, value in values.items():
         if isinstance(value, list) and name in types_of(args_class) and _kind(args_class, name)[1]:
             words += [f"--{name}", *map(word, value)]
+        elif isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
+            raise UserError(f"{origin}: {name} takes one value")
         elif value is not None:
             words.append(f"--{name}={word(value)}")
     try:

@@ -44,20 +44,29 @@ Outcome = dict[str, Any]  # {"groups", "failed", "cases"}, as above
 
 
 def _texts(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("expected a text, or several")
+    return texts
 
 
-# (value, answer) -> whether the answer passes; "reward" is one more, see Suite._judge
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError("expected a whole number above 0")
+    return value
+
+
+# (value, answer) -> whether the answer passes
 CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
     "equals": lambda texts, answer: answer.text.strip() in [text.strip() for text in _texts(texts)],
     "contains": lambda texts, answer: all(text in answer.text for text in _texts(texts)),
     "not_contains": lambda texts, answer: not any(text in answer.text for text in _texts(texts)),
     "regex": lambda pattern, answer: re.search(pattern, answer.text, re.DOTALL) is not None,
     "number": lambda number, answer: final_number(answer.text) == float(number),
-    "max_tokens": lambda most, answer: answer.finished,
+    "max_tokens": lambda most, answer: _whole(most) > 0 and answer.finished,
+    "reward": lambda spec, answer: bool(_texts([spec])),  # see Suite._judge
 }
-NAMES = (*CHECKS, "reward")
-FIELDS = ("id", "group", "prompt", "messages", "tools", *NAMES)
+FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 
 
 # --- cases ----------------------------------------------------------------------------------------------------------
@@ -142,15 +151,20 @@ class Suite:
 def _case(row: Row) -> Case:
     """A row as a case. Raises UserError with the row and the field."""
     columns = {name: value for name, value in row.items() if value is not None}  # a table gives each row all columns
-    checks = {name: columns[name] for name in NAMES if name in columns}
+    checks = {name: columns[name] for name in CHECKS if name in columns}
     unknown = [name for name in columns if name not in FIELDS and "reward" not in checks]  # which gets other columns
     if unknown or not checks or str(columns.get("group", "")) in ("", ALL) or "id" not in columns:
-        fields = f"id, group (not {ALL}), prompt or messages, and checks: {', '.join(NAMES)}"
+        fields = f"id, group (not {ALL}), prompt or messages, and checks: {', '.join(CHECKS)}"
         raise UserError(f"{row.where}: {', '.join(unknown) or 'a column'}: expected {fields}; found {', '.join(columns)}")
     try:
         prompt = as_prompt(Row(columns, row.where))
     except (BadRow, UserError) as error:
         raise UserError(f"{row.where}: {error}") from None
+    for name, value in checks.items():
+        try:
+            CHECKS[name](value, Completed([], "", False))
+        except Exception as error:  # a value that its check cannot read
+            raise UserError(f"{row.where}: {name}: {error}") from None
     text = json.dumps(columns, sort_keys=True, ensure_ascii=False, default=str)
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     return Case(str(columns["id"]), str(columns["group"]), {**row, **prompt}, checks, row.where, digest)

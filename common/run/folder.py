@@ -32,7 +32,7 @@ MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*"
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
 CLASSIFIER = "classifier"  # a reward model
 OWN = ("output_dir", "dataset_cache_dir")  # paths that a run writes to
-OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir"
+OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir (weights alone: --model_name_or_path)"
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
 
@@ -185,9 +185,6 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     """
     folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
     named = None if wanted.lower() in ("auto", "true", "none") else Path(wanted)
-    if named and (problem := find_damage(named)):
-        expected = "expected auto, none, or a checkpoint of another folder, like outputs/sft/checkpoint-500"
-        raise UserError(f"--resume_from_checkpoint {named}: {problem}; {expected}")
     saved = None if args.overwrite_output_dir else earlier_args(folder)
     if saved is None and named is None:
         return None
@@ -195,6 +192,9 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
         raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
     is_complete = saved is not None and (folder / "summary.json").exists()
     checkpoint = named if saved is None else newest_intact(folder) or named
+    if named and checkpoint == named and (problem := find_damage(named)):
+        expected = "expected auto, none, or a checkpoint of another folder, like outputs/sft/checkpoint-500"
+        raise UserError(f"--resume_from_checkpoint {named}: {problem}; {expected}")
     earlier = folder if is_complete or checkpoint is None else checkpoint
     before = read_args(earlier)
     if not before:

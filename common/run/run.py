@@ -33,7 +33,7 @@ from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, prune, resume, save_checkpoint
 from common.run.describe import describe
-from common.run.folder import begin, checkpoint_at, refuse_changes, refuse_deleted_folder, step_of, writing
+from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder, writing
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, machine
 from common.run.nonfinite import NonFinite
@@ -92,7 +92,7 @@ class Run:
         """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
         the data. Returns the model and the optimizer to train with. Call it after `describe`."""
         args, accelerator, windows = self.args, self.accelerator, self.windows
-        if self.resume_from and step_of(self.resume_from) > len(windows):
+        if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
             raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
             rows = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}

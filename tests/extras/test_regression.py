@@ -57,6 +57,7 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
         ({"weather": "x"}, "weather"),
         ({"reward": "nowhere.py:f"}, "reward"),
         ({"id": "a"}, "id"),
+        *(({name: wrong}, name) for name, wrong in (("regex", "("), ("contains", []), ("max_tokens", "9"), ("reward", 5))),
     ],
 )
 def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):

@@ -1,6 +1,7 @@
 """A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,9 @@ def test_checkpoints_rotate_and_load_with_from_pretrained(launch):
     assert [path.name for path in checkpoints(output)] == ["checkpoint-6", "checkpoint-8"]
     few = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "6", "--save_total_limit", "0", output="few")
     assert [path.name for path in checkpoints(few)] == ["checkpoint-6"]
+    kept = shutil.copytree(few / "checkpoint-6", few.parent / "kept")
+    other = launch("sft", *STAGES["sft"], *COMMON, "--resume_from_checkpoint", kept, output="other")
+    assert read_metrics(other) == [row for row in read_metrics(few) if row["step"] > 6]
     for folder in (output, checkpoints(output)[-1]):
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -27,7 +27,6 @@ def none(completions, **kw): return [None for _ in completions]
 """
 # What is started, in a folder with the files below, and what its one line names.
 TABLE = [
-    ("sft", f"{SFT} --dtype int8", "--dtype"),
     ("sft", f"{SFT} --turn_dropping 0.5 --train_on last_turn", "--turn_dropping"),
     ("sft", f"{SFT} --eval_reward_funcs exact_nmber", "--eval_reward_funcs"),
     ("sft", f"{SFT} --eval_prompts nowhere.jsonl", "nowhere.jsonl"),
@@ -42,13 +41,9 @@ TABLE = [
     ("sft", f"{SFT} --model_name_or_path no/such-model", "no/such-model"),
     ("sft", f"{SFT} --dataset_name no/such-data", "no file or folder here"),
     ("pretrain", "--dataset_name texts.jsonl --use_peft --max_length 64", "--model_name_or_path"),
-    ("dpo", f"{DPO} --loss_type kto", "--loss_type"),
     ("dpo", f"{DPO} --loss_type ipo --label_smoothing 0.1", "--label_smoothing"),
     ("dpo", f"{DPO} --loss_weights 0.8 0.2", "--loss_weights"),
     ("dpo", f"{DPO} --dataset_streaming --precompute_ref_log_probs", "--dataset_streaming"),
-    ("dpo", f"{DPO} --dataset_name columns.jsonl", "columns.jsonl"),
-    ("grpo", f"{GRPO} --dataset_name columns.jsonl", "columns.jsonl"),
-    ("grpo", f"{GRPO} --num_generations 1", "--num_generations"),
     ("grpo", f"{GRPO} --num_generations 3", "num_generations 3"),
     ("grpo", f"{GRPO} --loss_type cispo --epsilon_high 0.28", "--epsilon_high"),
     ("grpo", f"{GRPO} --temperature 0", "--temperature"),
