@@ -26,7 +26,7 @@ from tests.scripts.test_equivalence import arguments
 from tests.tiny import V, sequence, tiny_lm, tokens
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-FAMILIES = ("llama", "gemma3", "gpt-neox")
+FAMILIES = ("llama", "gemma3", pytest.param("gpt-neox", marks=pytest.mark.slow))
 
 
 @pytest.fixture

@@ -15,11 +15,11 @@ STAGES = {
     "pretrain": "--max_train_samples 60 --max_steps -1 --packing_strategy bfd --max_length 64",
     "sft": ALL,
     "dpo": ALL,
-    "kto": ALL,
     "grpo": "--max_steps 2 --num_generations 4 --beta 0.02 --num_iterations 2",
 }
 SLOW = {
     "reward": ALL,
+    "kto": ALL,
     "sft dft": f"{ALL} --loss_type dft",
     "label_smoothing": ALL,
     "mtp": STAGES["pretrain"],
