@@ -7,10 +7,12 @@ START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base
 
 from collections.abc import Iterator, Sequence
 import contextlib
+import logging
 from pathlib import Path
 import re
 from types import MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
+import warnings
 
 from common.args import CommonArgs
 from common.data.types import Tokenizer
@@ -179,6 +181,8 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
 
 
 def import_peft(needed_for: str) -> ModuleType:
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; it warns about a kernel that is not needed
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # transformers' warning to peft
     try:
         import peft
     except ImportError:

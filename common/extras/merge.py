@@ -5,6 +5,7 @@ import contextlib
 import copy
 from pathlib import Path
 import shutil
+import warnings
 
 from accelerate import Accelerator
 from common.errors import UserError, is_of_the_disk, say
@@ -109,10 +110,13 @@ def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(plain, name):
             delattr(plain, name)
-    with torch.device("meta"):
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the model has no name here
         twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
     twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
-    merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
+    with warnings.catch_warnings():  # a warning about a head untied from the embedding: it is tied again below
+        warnings.simplefilter("ignore")
+        merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
     merged.config.tie_word_embeddings = plain.tie_word_embeddings = inner.config.tie_word_embeddings
     merged.tie_weights()
     return merged
