@@ -119,8 +119,7 @@ def _environment(args_class: type[CommonArgs]) -> Values:
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and value and name != "config":
-            several = value.split() if name in types_of(args_class) and _kind(args_class, name)[1] else value
-            found |= _checked({name: several}, variable, args_class)
+            found |= _checked({name: value.split() if _kind(args_class, name)[1] else value}, variable, args_class)
     return found
 
 
@@ -146,10 +145,11 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
 
     words = []
     for name, value in values.items():
-        if isinstance(value, list) and name in types_of(args_class) and _kind(args_class, name)[1]:
+        kind, several = _kind(args_class, name)
+        if isinstance(value, list) and several:
             words += [f"--{name}", *map(word, value)]
-        elif isinstance(value, list | dict) and name in types_of(args_class) and not _kind(args_class, name)[1]:
-            raise UserError(f"{origin}: {name} takes one value")
+        elif kind and not several and isinstance(value, (list, dict, bool) if kind is str else (list, dict)):
+            raise UserError(f"{origin}: {name} takes one value, in quotes if it is on, off, yes or no")
         elif value is not None:
             words.append(f"--{name}={word(value)}")
     try:
@@ -225,8 +225,8 @@ def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
 
 
 def _kind(args_class: type[CommonArgs], name: str) -> tuple[Any, bool]:
-    """X of an argument of type X or list[X], and whether it is a list; with or without | None."""
-    kind = types_of(args_class)[name]
+    """X of an argument of type X or list[X], and whether it is a list; with or without | None. None if there is no such."""
+    kind = types_of(args_class).get(name)
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)
     return (get_args(kind)[0], True) if get_origin(kind) is list else (kind, False)

@@ -197,7 +197,7 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
         ("learning_rte: 1\n", "learning_rate"),
         ("bf16: true\n", "bf16"),
         ("config: a.yaml\n", "config"),
-        ("save_best: [eval_loss]\n", "save_best"),
+        ("chat_template: off\n", "quotes"),
         ("3: 4\n", "3"),
         ("- a\n", "name: value"),
         ("dataset_name: []\n", "dataset_name"),
