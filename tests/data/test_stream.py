@@ -126,17 +126,13 @@ def test_a_stream_is_shuffled_blocks_of_all_sources(tmp_path, tokenizer, block_r
 
 
 def some(tmp_path, kind):
-    if kind == "one":
-        return [numbered(tmp_path / "a.jsonl", 50)]
-    if kind == "gz":
-        return [numbered(tmp_path / "a.jsonl.gz", 50)]
     if kind == "first rows":
         return [numbered(tmp_path / "a.jsonl", 90, max_samples=45, held_out=0.2, part="train")]
     return [numbered(tmp_path / "a.jsonl", 13, weight=1.0), numbered(tmp_path / "b.jsonl.gz", 70, weight=3.0)]
 
 
 @pytest.mark.parametrize("arrange", [as_they_are, packed, wrapped])
-@pytest.mark.parametrize("kind", ["one", "gz", "first rows", "several"])
+@pytest.mark.parametrize("kind", ["first rows", "several"])
 def test_a_stream_goes_on_from_any_position(tmp_path, tokenizer, kind, arrange):
     sources = some(tmp_path, kind)
     whole = stream(tokenizer, *sources, arrange=arrange)

@@ -108,7 +108,7 @@ PEAKS += [(kind, lengths, {}, "no") for kind in ("llama", "gpt2") for lengths in
 PEAKS += [(kind, UNEQUAL, {"lora": True, "recompute": r}, "no") for kind in ("llama", "gpt2") for r in (False, True)]
 PEAKS += [(kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS]
 # Some are enough by default: all take a minute.
-PEAKS = [case if case[0] in ("llama", "gpt2", "lfm2") else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS]
+PEAKS = [case if case[0] in ("llama", "lfm2") else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS]
 
 
 @pytest.mark.parametrize(("kind", "lengths", "settings", "mixed_precision"), PEAKS, ids=str)

@@ -348,6 +348,7 @@ def test_a_merged_export_is_that_of_the_best_adapter(launch):
     assert all(torch.allclose(exported[name], known[name], atol=1e-6) for name in exported)
 
 
+@pytest.mark.slow
 def test_a_longer_run_equals_an_uninterrupted_one(launch):
     constant = [*SFT, "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_steps", "2"]
     whole = launch("sft", *constant, output="whole")

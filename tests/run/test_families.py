@@ -12,6 +12,7 @@ import transformers
 from tests.conftest import demo
 from tests.tiny import V, tiny_family
 
+pytestmark = pytest.mark.slow
 SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 

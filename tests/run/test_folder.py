@@ -112,6 +112,8 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_a_named_one(tmp_path):
     shutil.copytree(tmp_path / "out" / "checkpoint-3", copy)  # of this run, one step further
     (tmp_path / "new" / "args.yaml").write_text(yaml.safe_dump(args | named))
     assert claim(args | named) == copy  # the same command once more
+    with pytest.raises(UserError, match="holds an earlier run"):
+        claim(args | {"resume_from_checkpoint": str(copy)})
     with pytest.raises(UserError, match="latest: manifest.json cannot be read .*expected auto"):
         claim(args | {"output_dir": str(tmp_path / "fresh"), "resume_from_checkpoint": "latest"})
 

@@ -61,7 +61,7 @@ def test_a_tower_that_is_loaded_is_frozen_and_goes_out_as_it_came(folder, launch
     assert report["parameters"]["trained"] < report["parameters"]["all"]
 
 
-@pytest.mark.parametrize("folder", [qwen3_5], indirect=True)
+@pytest.mark.parametrize("folder", [pytest.param(qwen3_5, marks=pytest.mark.slow)], indirect=True)
 def test_a_tower_that_is_left_out_is_said(folder, launch, capsys):
     output = launch("sft", *words(folder))
     said = capsys.readouterr().out

@@ -64,7 +64,7 @@ def stop_after_save(monkeypatch, at):
     monkeypatch.setattr(module, "save_checkpoint", save_and_stop)
 
 
-SHORT = ("sft", "sft streamed", "dpo")
+SHORT = ("sft streamed", "dpo")
 
 
 @pytest.mark.parametrize("stage", [s if s in SHORT else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
@@ -110,9 +110,8 @@ def test_killed_runs_resume_with_the_same_command(stage, launch, tmp_path):
 def test_args_yaml_repeats_a_run_exactly(launch):
     arguments = [*STAGES["sft"], *COMMON]
     first = launch("sft", *arguments, output="first")
-    again = launch("sft", *arguments, output="again")
     from_file = launch("sft", "--config", str(first / "args.yaml"), output="from_file")
-    assert read_metrics(first) == read_metrics(again) == read_metrics(from_file)
+    assert read_metrics(first) == read_metrics(from_file)
 
 
 def test_checkpoints_rotate_and_load_with_from_pretrained(launch):
@@ -120,11 +119,9 @@ def test_checkpoints_rotate_and_load_with_from_pretrained(launch):
 
     output = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "2", "--save_total_limit", "2")
     assert [path.name for path in checkpoints(output)] == ["checkpoint-6", "checkpoint-8"]
-    few = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "6", "--save_total_limit", "0", output="few")
-    assert [path.name for path in checkpoints(few)] == ["checkpoint-6"]
-    kept = shutil.copytree(few / "checkpoint-6", few.parent / "kept")
+    kept = shutil.copytree(output / "checkpoint-6", output.parent / "kept")
     other = launch("sft", *STAGES["sft"], *COMMON, "--resume_from_checkpoint", kept, output="other")
-    assert read_metrics(other) == [row for row in read_metrics(few) if row["step"] > 6]
+    assert read_metrics(other) == [row for row in read_metrics(output) if row["step"] > 6]
     for folder in (output, checkpoints(output)[-1]):
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -261,7 +261,8 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
     for i in run:
         logps, entropy = answer_scores(policy, rollout[i], s.temperature)
         with torch.no_grad():
-            old_logps, ref_logps = (answer_scores(lm, rollout[i], s.temperature)[0] for lm in (old, reference))
+            old_logps = logps.detach() if old is policy else answer_scores(old, rollout[i], s.temperature)[0]
+            ref_logps = answer_scores(reference, rollout[i], s.temperature)[0] if s.beta else old_logps
         A, n = advantages[i], len(logps)
         if s.importance_sampling_level == "sequence":  # 2507.18071, eq. 7
             ratio = (logps - old_logps).mean().exp().expand(n)

@@ -148,6 +148,7 @@ def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, fl
     assert row["sampling/logp_difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     launch, model, flags, calling, completions, monkeypatch
 ):
