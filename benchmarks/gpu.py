@@ -37,9 +37,9 @@ CALLS = {  # call: section: its module, seconds at most, what it does
         ),
     },
     "b": {
-        "sampling": ("gpu_grpo", 110, "beside generate() and continuous batching; captures and replays of CUDA graphs"),
+        "sampling": ("gpu_grpo", 150, "beside generate() and continuous batching; captures and replays of CUDA graphs"),
         "grpo": ("gpu_grpo", 60, "a step: sampling and update"),
-        "sft": ("gpu_train", 90, "chats of uneven length beside padding; compiled"),
+        "sft": ("gpu_train", 110, "chats of uneven length beside padding; compiled"),
         "pretrain": ("gpu_train", 160, "124M and 1.1B, eager and compiled: MFU"),
         "head": ("gpu_parts", 60, "the loss head at V = 152k, 248k and 50,257 beside full logits"),
         "attention": ("gpu_parts", 40, "varlen kernel, buckets, dense mask"),

@@ -31,7 +31,7 @@ import transformers  # noqa: E402
 
 GIB, ROUNDS = 2**30, 3
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}  # bytes/s, data sheets
-LLAMA = {"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+LLAMA = {"max_position_embeddings": 32768, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
 QWEN = LLAMA | {"tie_word_embeddings": True}
 FULL = {
     "pretrain": {  # name: config, rows of a micro-batch

@@ -89,8 +89,8 @@ def sft_sides(bench: Bench) -> dict[str, tuple[int, bool, Callable]]:
     return {
         "ours": (few, False, flat),
         "padded, HF loss (as TRL by default)": (few, False, padded),
-        "ours, 4 times the chats": (4 * few, False, flat),
-        "padded, 4 times the chats": (4 * few, False, padded),
+        "ours, twice the chats": (2 * few, False, flat),
+        "padded, twice the chats": (2 * few, False, padded),
         "ours, compiled": (few, True, flat),
     }
 

@@ -256,13 +256,6 @@ def test_a_wrong_variable_is_named(monkeypatch, name, value):
     assert (name in said or value in said) and "T0K3N" not in said
 
 
-def test_a_run_says_which_variables_it_follows(monkeypatch, capsys):
-    for name in ("PLAINLOOP_MAX_STEPS", "PLAINLOOP_ALERT_WEBHOOK"):
-        monkeypatch.setenv(name, "7")
-    parse(*DATA)
-    assert capsys.readouterr().out == "settings from the environment: PLAINLOOP_ALERT_WEBHOOK, PLAINLOOP_MAX_STEPS\n"
-
-
 # --- the demo ---------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@ few hundred kernels of microseconds each would leave the device waiting for the 
 
 from collections.abc import Callable, Iterator
 import contextlib
+import functools
 
 from common.errors import say
 from common.memory import is_oom
@@ -27,7 +28,8 @@ def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
 
 
 class StepGraph:
-    """`step` as a graph, recaptured when its shapes change.
+    """A step as a graph, recaptured when its shapes change. It does not hold the step, whose owner holds it: such a cycle
+    would keep a cache in memory after its use.
 
     The first step with new shapes runs eagerly, and the graph for the following ones is captured then. A step that
     synchronises with the device (RoPE that looks at the length, some experts) cannot be captured: this is detected by
@@ -35,43 +37,38 @@ class StepGraph:
     unusable.
     """
 
-    def __init__(self, step: Step):
-        self.step = step
+    def __init__(self):
         self.replay: Step | None = None
         self.version = -1  # of the captured shapes
         self.waits: bool | None = None  # whether the step synchronises with the device; None: not tested yet
-        self.pool: tuple[int, int] | None = None  # memory pool that successive graphs reuse
 
-    def __call__(self, tokens: Tensor, version: int) -> Tensor:
-        """The logits, which the next call overwrites. version: changes with the shapes that `step` works on."""
+    def __call__(self, step: Step, tokens: Tensor, version: int) -> Tensor:
+        """The logits, which the next call overwrites. step: the same each time. version: changes with the shapes that it
+        works on."""
         if self.replay is not None and self.version == version:
             return self.replay(tokens)
-        logits = self._eager(tokens)
+        logits = self._eager(step, tokens)
         if not self.waits and self.version != version:
-            # A pool without a graph cannot be captured into again: the old graph stays until the new one has joined its
-            # pool, and where there is none, the pool is a new one.
-            before, self.replay, self.version = self.replay, None, version
-            self.pool = self.pool if before is not None else torch.cuda.graph_pool_handle()
+            self.replay, self.version = None, version
             try:
-                self.replay = capture(self.step, tokens, self.pool)
+                self.replay = capture(step, tokens)
             except Exception as error:  # from a kernel, or the allocator
                 self.waits = not is_oom(error)
                 say("sampling: no CUDA graph " + ("for this size: out of memory" if is_oom(error) else f"({error})"[:200]))
-            del before
         return logits
 
-    def _eager(self, tokens: Tensor) -> Tensor:
+    def _eager(self, step: Step, tokens: Tensor) -> Tensor:
         if self.waits is None:
             try:
                 with waiting_is_an_error():
-                    logits = self.step(tokens)
+                    logits = step(tokens)
                 self.waits = False
                 return logits
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
                 self.waits = True  # the step rewrites whatever it has written
-        return self.step(tokens)
+        return step(tokens)
 
 
 @contextlib.contextmanager
@@ -85,15 +82,27 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def capture(step: Step, tokens: Tensor, pool: tuple[int, int]) -> Step:
+@functools.cache
+def shared(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
+    """The stream of all captures (cuBLAS keeps a workspace for each), and a graph that stays, whose pool all share: a pool
+    without a graph cannot be captured into again, and its memory would stay reserved."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)
+        graph.capture_end()
+    return stream, graph
+
+
+def capture(step: Step, tokens: Tensor) -> Step:
     """The step as a graph, on a copy of the tokens.
 
     torch.cuda.graph would synchronise, collect garbage and empty the caches each time.
     """
-    tokens, graph, stream = tokens.clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    tokens, graph, (stream, first) = tokens.clone(), torch.cuda.CUDAGraph(), shared(tokens.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=first.pool(), capture_error_mode="thread_local")
         try:
             logits = step(tokens)
         finally:

@@ -158,7 +158,7 @@ class Experts:
 
     def _exchange(self, load: Tensor) -> None:
         """Sum this process's counts (L, E) of the window, and its tokens, over all processes."""
-        both = torch.cat([load.flatten(), load.new_tensor([self.own_tokens])])
+        both = torch.cat([load.flatten(), load.new_full((1,), self.own_tokens)])
         both = self.accelerator.reduce(both, "sum")
         self.load, self.tokens, self.agreed = both[:-1].view(load.shape), both[-1], True
 
@@ -181,7 +181,7 @@ class Experts:
         if self.counts is None:  # a script that does not train the model
             return {}
         L, E = self.counts.shape
-        tokens = self.counts.new_tensor([self.own_tokens])
+        tokens = self.counts.new_full((1,), self.own_tokens)
         sums = self.accelerator.reduce(torch.cat([self.counts.flatten(), self.probabilities.flatten(), tokens]), "sum")
         (self.counts, probabilities), T = sums[:-1].view(2, L, E), sums[-1].clamp(min=1)
         mean = self.counts.mean(-1, keepdim=True).clamp(min=1e-9)

@@ -100,6 +100,9 @@ def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
         return self.plain_forward(x)
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else None
+    if x.is_cuda:  # there PyTorch's own is one kernel
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.variance_epsilon).to(dtype or wide)
     if torch.is_grad_enabled():
         return _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
     return _norm(x, self.weight, self.variance_epsilon, dtype)[0]

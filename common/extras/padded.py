@@ -9,7 +9,7 @@ import contextlib
 from functools import partial
 import inspect
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.collators import Batch
 from common.errors import UserError
@@ -23,9 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
-
-if TYPE_CHECKING:
-    from transformers import Cache
+from transformers import DynamicCache
 
 # Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
 PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
@@ -99,9 +97,7 @@ def _mixers(model: FlatModel) -> list[nn.Module]:
     return model.hybrid.mixers if model.hybrid else []
 
 
-def _new_cache(lm: nn.Module) -> "Cache":
-    from transformers import DynamicCache
-
+def _new_cache(lm: nn.Module) -> DynamicCache:
     return DynamicCache(config=lm.config.get_text_config())
 
 
@@ -146,7 +142,7 @@ class PaddedDecoder:
         self.accepted = inspect.signature(inner.forward).parameters
         self.cache_name = cache_name(model)
 
-    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "Cache") -> Tensor:
+    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
         optional = {"position_ids": position_ids, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self.accepted}
@@ -186,7 +182,7 @@ class PaddedDecoder:
         return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
 
 
-def _joined(caches: "list[Cache]", length: int) -> "Cache":
+def _joined(caches: list[DynamicCache], length: int) -> DynamicCache:
     """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of the last one.
 
     Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.

@@ -65,7 +65,7 @@ class Metrics:
             if name.endswith("_max"):
                 self._add(name, torch.as_tensor(value).detach().amax(), 1.0)
             elif isinstance(value, Tensor):
-                by = torch.as_tensor(weights, device=value.device)
+                by = weights if isinstance(weights, Tensor) else torch.full((), weights, device=value.device)
                 if by.dim() and value.dim() and by.shape != value.shape:
                     raise ValueError(f"metrics.add: {name} is {tuple(value.shape)}, and its weights are {tuple(by.shape)}")
                 by = by if by.dim() else by.expand(value.shape)

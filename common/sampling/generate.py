@@ -240,7 +240,7 @@ class FlatDecoder:
         static = self.device.type == "cuda" if static is None else static
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
-        self.graph = extra("cuda_graph").StepGraph(self._next) if self.device.type == "cuda" else None
+        self.graph = extra("cuda_graph").StepGraph() if self.device.type == "cuda" else None
 
     def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T,), (T,) -> (T, D)."""
@@ -262,7 +262,7 @@ class FlatDecoder:
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.cache.advance()
         self.position += 1
-        return self._next(tokens) if self.graph is None else self.graph(tokens, self.cache.version)
+        return self._next(tokens) if self.graph is None else self.graph(self._next, tokens, self.cache.version)
 
     def _next(self, tokens: Tensor) -> Tensor:
         self.cache.begin_pass()

@@ -6,8 +6,9 @@ What only a GPU shows is in tests marked `gpu`, at the end.
 import contextlib
 import itertools
 from types import SimpleNamespace
+import weakref
 
-from common.extras.cuda_graph import StepGraph
+from common.extras.cuda_graph import StepGraph, shared
 from common.model.wrap import wrap
 from common.sampling.generate import FlatDecoder, generating
 import numpy as np
@@ -31,12 +32,15 @@ class Device:
         class Graph:
             ended = False
 
-            def capture_begin(self, pool, capture_error_mode):
-                assert pool not in device.pools or device.pools[pool] > 0, "use_count > 0"
+            def capture_begin(self, capture_error_mode, pool=None):
+                assert pool is None or device.pools[pool] > 0, "use_count > 0"
                 assert capture_error_mode == "thread_local"
-                device.pools[pool] = device.pools.get(pool, 0) + 1
-                self.pool, device.capturing = pool, self
-                device.captured += 1
+                device.captured += pool is not None
+                self.handle, device.capturing = pool or (0, next(handles)), self
+                device.pools[self.handle] = device.pools.get(self.handle, 0) + 1
+
+            def pool(self):
+                return self.handle
 
             def capture_end(self):
                 self.ended, device.capturing = True, None
@@ -47,28 +51,29 @@ class Device:
 
             def __del__(self):
                 if self.ended:
-                    device.pools[self.pool] -= 1
+                    device.pools[self.handle] -= 1
 
         stream = SimpleNamespace(wait_stream=lambda other: None)
-        emulated = {"CUDAGraph": Graph, "stream": contextlib.nullcontext, "graph_pool_handle": lambda: (0, next(handles))}
+        emulated = {"CUDAGraph": Graph, "stream": contextlib.nullcontext}
         emulated |= {"current_stream": lambda: stream, "Stream": lambda: stream}
         emulated |= {"get_sync_debug_mode": lambda: self.mode, "set_sync_debug_mode": self.set_mode}
+        shared.cache_clear()
         for name, value in emulated.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
     def set_mode(self, mode):
         self.mode = mode
 
-    def graph(self, step):
-        """Of the step, which a captured graph can run again."""
+    def run(self, step, tokens):
+        logits = step(tokens)
+        if self.capturing:
+            self.capturing.run = lambda: logits.copy_(step(tokens))
+        return logits
 
-        def run(tokens):
-            logits = step(tokens)
-            if self.capturing:
-                self.capturing.run = lambda: logits.copy_(step(tokens))
-            return logits
-
-        return StepGraph(run)
+    def graph(self):
+        """Of a step, which a captured graph can run again."""
+        graph = StepGraph()
+        return lambda step, *args: graph(lambda tokens: self.run(step, tokens), *args)
 
 
 @pytest.fixture
@@ -82,7 +87,7 @@ def logits_of_steps(graph=None, hook=None, steps=STEPS, where="cpu") -> list[tor
     found = []
     with generating(model) as lm:
         decoder = FlatDecoder(lm, PROMPTS, OWNER, 256, static=True)
-        decoder.graph = graph(decoder._next) if graph else None
+        decoder.graph = graph() if graph else None
         found.append(decoder.read_prompts().clone())
         handle = hook and lm.model.layers[1].mlp.register_forward_pre_hook(hook)
         for t in range(steps):
@@ -92,6 +97,9 @@ def logits_of_steps(graph=None, hook=None, steps=STEPS, where="cpu") -> list[tor
             found.append(decoder.next_logits(tokens).clone())
         if handle:
             handle.remove()
+        gone = weakref.ref(decoder.cache)
+        del decoder
+    assert graph != StepGraph or gone() is None
     return found
 
 
@@ -136,6 +144,12 @@ def test_a_step_that_waits_is_never_captured(device, eager):
     assert device.captured == 0 and device.mode == 0
 
 
+def test_a_cache_goes_with_its_decoder(device):
+    """At once: the allocator, when memory runs out, collects no garbage."""
+    logits_of_steps(StepGraph, steps=1)
+    assert device.captured == 1
+
+
 # --- with a GPU -----------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +163,7 @@ def test_graphs_give_the_steps_logits_on_a_gpu(monkeypatch):
 
     class Counted(torch.cuda.CUDAGraph):
         def capture_begin(self, *args, **kwargs):
-            counts["capture_begin"] += 1
+            counts["capture_begin"] += "pool" in kwargs  # not that of the pool itself
             super().capture_begin(*args, **kwargs)
 
         def replay(self):

@@ -44,7 +44,6 @@ def signal_in_step(monkeypatch, at: int, number: int) -> None:
     [
         pytest.param("pretrain", 5, marks=pytest.mark.slow),
         ("sft", 4),
-        pytest.param("sft streamed", 5, marks=pytest.mark.slow),
         pytest.param("dpo", 3, marks=pytest.mark.slow),
         pytest.param("grpo", 5, marks=pytest.mark.slow),
     ],
@@ -68,15 +67,6 @@ def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, mon
     resumed = launch(stage, *words, output="stopped")
     assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-def test_a_signal_in_the_last_step_lets_the_run_end(launch, monkeypatch):
-    """Nothing is left that could be stopped."""
-    with monkeypatch.context() as patch:
-        signal_in_step(patch, 2, signal.SIGTERM)
-        output = launch("sft", *STAGES["sft"], *COMMON, "--max_steps", "2", "--save_steps", "1")
-    assert (output / "summary.json").exists()
-    assert [folder.name for folder in checkpoints(output)] == ["checkpoint-1", "checkpoint-2"]
 
 
 @pytest.mark.slow
