@@ -268,5 +268,5 @@ def declared(args_class: type[CommonArgs], name: str) -> Mapping[str, Any]:
 
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:
     """The class that introduces a field, and the field as defined there: scripts change only defaults and help."""
-    cls = next(cls for cls in reversed(args_class.__mro__) if name in cls.__dict__.get("__annotations__", {}))
+    cls = next(cls for cls in reversed(args_class.__mro__) if name in vars(cls).get("__dataclass_fields__", {}))
     return cls, cls.__dataclass_fields__[name]

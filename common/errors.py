@@ -6,14 +6,15 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+tqdm.set_lock(threading.RLock())  # its own, between processes, Python 3.14 would complain of when a run ends early
 # Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
-ALONE_SECONDS = 3.0  # after which a process knows that it failed alone
 SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
 
 
@@ -89,7 +90,7 @@ def show_and_exit(error: UserError) -> None:
     if where:  # if the first process has this error, too, it prints it, and the launcher ends this one
         last_words(error)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(ALONE_SECONDS)
+        time.sleep(3.0)  # after which it has failed alone
     print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
     last_words(error)
     sys.stdout.flush()

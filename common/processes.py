@@ -5,7 +5,6 @@ import contextlib
 import os
 import signal
 import threading
-from types import FrameType
 from typing import Any, TypeVar
 
 from accelerate import Accelerator
@@ -85,7 +84,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
-    def stop(_: int, frame: FrameType | None) -> None:
+    def stop(*_: Any) -> None:
         raise TimeLimitReached
 
     before = signal.signal(signal.SIGALRM, stop)

@@ -106,6 +106,7 @@ def launch(tmp_path, token_cache):
         script = importlib.import_module(module_of(stage))
         words = ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache), *map(str, argv)]
         script.main(parse_args(script.Args, demo(stage), DEFAULT_MODEL.get(stage), words))
+        assert not gc.get_freeze_count()
         return tmp_path / output
 
     yield launch_stage

@@ -14,7 +14,7 @@ from common.errors import UserError
 import pytest
 import yaml
 
-from tests.conftest import DEFAULT_MODEL, ROOT
+from tests.conftest import DEFAULT_MODEL, ROOT, demo
 
 SCRIPTS = ("train_pretrain", "train_sft", "train_dpo", "train_grpo")
 STRANGE = ["-1", "0", "1", "nan", "inf", "-inf", "1e308", "-1e308", str(10**18), "0.5", "abc", ""]
@@ -40,13 +40,9 @@ def args_of(script):
     return importlib.import_module(script).Args
 
 
-def demo(script):
-    return f"data/configs/{script.removeprefix('train_')}.yaml"
-
-
 def parse(*words, script="train_sft"):
     """As a user starts a script; without words it is the demo."""
-    return parse_args(args_of(script), demo(script), argv=list(words))
+    return parse_args(args_of(script), demo(script.removeprefix("train_")), argv=list(words))
 
 
 def own(*words):
@@ -90,7 +86,7 @@ def test_numbers_outside_of_their_range_are_refused(script):
                 number = kind(word)
             except ValueError:
                 number = math.nan
-            words = ["--config", demo(script), f"--{name}={word}"]
+            words = ["--config", demo(script.removeprefix("train_")), f"--{name}={word}"]
             try:
                 value = getattr(parse(*words, script=script), name)
             except UserError as error:
@@ -123,7 +119,6 @@ def test_intervals_are_those_of_mathematics(within, inside):
         ("--word=--x=1", "word", "--x=1"),
         ("--word ", "word", ""),
         ("--count -1", "count", -1),
-        ("--count 1 --count 2", "count", 2),
         ("--rate -1e-3", "rate", -1e-3),
         ("--off=True", "off", True),
         ("--on false", "on", False),
@@ -169,6 +164,11 @@ def test_values_of_other_tools_are_accepted():
     assert parse("--optim", "adamw_torch_fused").optim == "adamw"
 
 
+def test_arguments_are_found_where_annotations_are_made_late(monkeypatch):
+    monkeypatch.delattr(Args, "__annotations__")  # as in Python 3.14, before somebody reads them
+    assert declared(Args, "learning_rate")["within"] == "[0, inf)" and declared(Args, "word")["help"]
+
+
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +198,6 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
         ("bf16: true\n", "bf16"),
         ("config: a.yaml\n", "config"),
         ("chat_template: off\n", "quotes"),
-        ("3: 4\n", "3"),
         ("- a\n", "name: value"),
         ("dataset_name: []\n", "dataset_name"),
         ("beta: .nan\n", "--beta nan"),

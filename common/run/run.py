@@ -310,6 +310,7 @@ class Run:
         if self.accelerator.num_processes > 1:
             NEVER_FREED.append(self.model)
         self.signals.close()
+        gc.unfreeze()  # what is never freed, the extension modules of libraries complain of when Python ends
         if args.push_to_hub and self.accelerator.is_main_process:
             extra("hub").push_at_end(args)
 

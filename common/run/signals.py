@@ -18,7 +18,6 @@ from common.processes import reset_in_children
 import torch
 
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
-AGAIN_SECONDS = 1.0  # a launcher forwards the Ctrl-C that its processes also got from the terminal: not a second one
 
 # Numeric requests of processes; the run does the largest one.
 SAVE = 1
@@ -94,7 +93,8 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
-            if self.first_at and time.time() - self.first_at > AGAIN_SECONDS:
+            # Within a second it is the same one: a launcher forwards what its processes also got from the terminal.
+            if self.first_at and time.time() - self.first_at > 1.0:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()
         self.noted.append(SIGNALS[number])

@@ -203,9 +203,9 @@ def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
     "body",
     [
         "import re; return [float(bool(re.match('(a+)+$', 'a' * 40 + 'b'))) for _ in completions]",
-        "\n    while True:\n        try:\n            while True: pass\n        except BaseException: pass",
+        "\n    try:\n        while True: pass\n    except BaseException: pass\n    while True: pass",
     ],
-    ids=["regex", "that catches exceptions"],
+    ids=["regex", "that catches an exception"],
 )
 def test_a_function_without_end_is_ended(tmp_path, body):
     source = f"def my_reward(completions, **columns): {body}"
