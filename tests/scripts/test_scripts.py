@@ -140,7 +140,8 @@ script = importlib.import_module("train_sft")
 try:
     script.main(parse_args(script.Args, None, None, json.loads(sys.argv[2])))
 except UserError as error:
-    print("refused:", error)
+    print("refused:", error, flush=True)
+os._exit(0)  # as `launch` does: a process group that Python takes down may end in a signal
 """
 
 
