@@ -122,7 +122,7 @@ import importlib, json, os, sys
 sys.path.insert(0, os.getcwd())
 from common.command_line import parse_args
 from common.errors import UserError
-import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 Accelerator.end_training = lambda self: None  # the next script goes on with the same process group
@@ -131,11 +131,8 @@ for stage, words in json.loads(sys.argv[1]).items():
     script.main(parse_args(script.Args, None, None, words))
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-step = torch.optim.AdamW.step
-def drifting(optimizer, *args, **kwargs):
-    step(optimizer, *args, **kwargs)
-    optimizer.param_groups[0]["params"][0].data.add_(1e-6 * int(os.environ["RANK"]))
-torch.optim.AdamW.step = drifting
+drift = lambda optimizer, *_: optimizer.param_groups[0]["params"][0].data.add_(1e-6 * int(os.environ["RANK"]))
+register_optimizer_step_post_hook(drift)
 script = importlib.import_module("train_sft")
 try:
     script.main(parse_args(script.Args, None, None, json.loads(sys.argv[2])))
