@@ -47,15 +47,18 @@ VARIANTS = {
 
 
 def tests(bench: Bench) -> None:
+    """What they print is in gpu_tests.log, also when their time is over."""
+    files = "tests/model/test_attention.py tests/model/test_lm_head.py tests/extras/test_cuda_graph.py"
+    words = f"-m pytest -v -o addopts= -m gpu {files}" + " --collect-only" * (not bench.cuda)
+    file = bench.file.with_name("gpu_tests.log")
     with bench.side("tests", "pytest -m gpu") as row:
-        files = "tests/model/test_attention.py tests/model/test_lm_head.py tests/extras/test_cuda_graph.py"
-        words = f"-m pytest -q -o addopts= -n0 -m gpu {files}" + " --collect-only" * (not bench.cuda)
-        done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True)
-        row["result"] = done.stdout.strip().splitlines()[-1]
-        failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
+        with file.open("w") as log:
+            done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, stdout=log, stderr=log)
+        printed = file.read_text()
+        row["result"] = printed.strip().splitlines()[-1].strip("= ")
         if done.returncode:
-            print(done.stdout[-6000:], flush=True)
-            raise RuntimeError("; ".join(failed) or done.stderr)
+            print(printed[-6000:], flush=True)
+            raise RuntimeError("; ".join(re.findall(r"^(?:FAILED|ERROR) .*", printed, re.M)) or row["result"])
 
 
 def scripts(bench: Bench) -> None:

@@ -92,7 +92,9 @@ class Args(CommonArgs):
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
     top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
-    generation_batch_size: int = arg(128, help="sampled at a time; for memory", within="[1, 1e6]", may_change="execution")
+    generation_batch_size: int | None = arg(
+        None, help="sampled at a time; unset: as many as fit", within="[1, 1e6]", may_change="execution"
+    )
     mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
     rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
 

@@ -12,13 +12,13 @@ from torch import Tensor
 works = True  # until the compiler has failed
 
 
-def softmax(out: Tensor | None, *inputs: Any) -> tuple[Tensor, Tensor] | None:
-    """`plain_softmax`, compiled; None if there is no compiler, or one that fails."""
+def softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, *how: Any) -> tuple[Tensor, Tensor] | None:
+    """`plain_softmax`, compiled; None for a single row, and if there is no compiler, or one that fails."""
     global works
-    if not works:
+    if not works or len(logits) == 1:
         return None
     try:
-        return compiled()(out, *inputs)
+        return compiled()(out, logits, tokens.clone(), *how)
     except Exception as error:
         if is_oom(error):
             raise
@@ -47,5 +47,6 @@ def plain_softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, transform:
 
 @functools.cache
 def compiled() -> Any:
-    """plain_softmax, compiled: at its first use, since some versions of Python refuse it."""
-    return torch.compile(plain_softmax)
+    """plain_softmax, compiled: at its first use, since some versions of Python refuse it. One graph is for all numbers of
+    rows (but 1) and, as tokens are copied, for all chunks of a row: beyond 8 graphs it would no longer be compiled."""
+    return torch.compile(plain_softmax, dynamic=True)

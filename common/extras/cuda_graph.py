@@ -6,6 +6,7 @@ import contextlib
 import functools
 
 from common.errors import say
+from common.extras.mfu import size_of_all_layers
 from common.memory import is_oom
 from common.model.attention import compute_dtype
 from common.sampling.generate import AT_ONCE
@@ -19,12 +20,12 @@ def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
     """How many completions of up to `tokens` tokens, each with its prompt, to sample together: as many as half of the free
     memory of the GPU holds with their logits, and at least as many as elsewhere."""
     config, weight = lm.config.get_text_config(), lm.get_input_embeddings().weight
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * tokens * config.num_hidden_layers * heads * width * compute_dtype(weight).itemsize
-    draw = 32 * config.vocab_size  # logits, probabilities, and these in order with their places
+    names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
+    L, H, Hkv, Dh, D = (size_of_all_layers(config, name) for name in names)
+    cache = 2 * tokens * L * (Hkv or H or 1) * (Dh or D // max(H, 1)) * compute_dtype(weight).itemsize
     free = torch.cuda.mem_get_info(weight.device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return max(AT_ONCE, free // 2 // (cache + draw))
+    # A draw takes logits, probabilities, and these in order with their places.
+    return max(AT_ONCE, free // 2 // (cache + 32 * config.vocab_size))
 
 
 class StepGraph:

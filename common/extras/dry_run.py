@@ -20,8 +20,8 @@ from common.data.types import whole
 from common.errors import say
 from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
+from common.model import fused_head
 from common.model.flat_model import FlatModel, base_lm
-from common.model.fused_head import BLOCK_ELEMENTS, COMPILED_FROM, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE
 from common.model.lm_head import weighted_nll
 import numpy as np
 import torch
@@ -200,9 +200,9 @@ def _training(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Training mode, without gradients, and with the LM head's chunks as large as on this device."""
     here = next(model.parameters()).device.type
     with contextlib.ExitStack() as stack:
-        for sizes in (BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS, ROW_MULTIPLE):
-            stack.enter_context(mock.patch.dict(sizes, {here: sizes.get(device.type, sizes["cpu"])}))
-        stack.enter_context(mock.patch.dict(COMPILED_FROM, {here: 2**62}))
+        for sizes in (fused_head.BLOCK_ELEMENTS, fused_head.HEAD_CHUNK_ROWS, fused_head.ROW_MULTIPLE):
+            stack.enter_context(mock.patch.dict(sizes, {here: fused_head.of_device(sizes, device)}))
+        stack.enter_context(mock.patch.dict(fused_head.HEAD_CHUNK_ELEMENTS, {here: fused_head.chunk_rows(device, 1)}))
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler would look for numbers
         model.train().zero_grad(set_to_none=True)
         yield

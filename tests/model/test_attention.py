@@ -266,4 +266,4 @@ def test_varlen_and_buckets_agree_on_a_gpu(sharing, window, monkeypatch):
         out, _ = flat_attention(None, *(x.to(dtype) for x in inputs), None, sliding_window=window, flat_row=plan)
         results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)))
     for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, atol=0.05, rtol=0.05)
+        assert (found - wanted).norm() < 0.02 * wanted.norm()  # as the kernel rounds, 0.0055

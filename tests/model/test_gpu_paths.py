@@ -86,6 +86,8 @@ def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
     weight = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
     lm = SimpleNamespace(config=config, get_input_embeddings=lambda: SimpleNamespace(weight=weight))
     assert completions_at_once(lm, tokens) in wanted
+    lm.config = transformers.Gemma4TextConfig()  # whose layers have heads of two sizes
+    assert completions_at_once(lm, tokens) >= 128
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
