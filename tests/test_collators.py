@@ -9,7 +9,6 @@ from common.collators import Window, Windows, eval_batches, flat_batch, split_ro
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
-from common.extras.token_budget import balance
 from common.losses import segment_sum
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.rows import cost, flat, lognormal, make_examples, process
+from tests.data.rows import flat, lognormal, make_examples, process
 
 CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -142,19 +141,6 @@ def test_token_windows_do_not_depend_on_processes(world, accumulation):
     wanted, found = (windows(lengths, 0, w, a, max_tokens=8000) for w, a in ((1, 8), (world, accumulation)))
     assert len(found) == len(wanted) > 2
     assert [numbers(found[s]) for s in range(len(found))] == [numbers(wanted[s]) for s in range(len(found))]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_micro_batches_cost_about_the_same(seed):
-    lengths, budget, parts = lognormal(6000, seed), 16384, 16
-    found = windows(lengths, 0, 1, parts, max_tokens=budget, num_epochs=1)
-    used = []
-    for step in range(len(found) - 1):  # the last one is what is left
-        sizes = [lengths[i] for i in numbers(found[step])]
-        costs = [sum(cost(sizes[i]) for i in part) for part in balance(sizes, parts, budget)]
-        assert max(costs) < 1.15 * sum(costs) / parts
-        used.append(sum(sizes) / (parts * budget))
-    assert len(used) > 5 and min(used) > 0.75
 
 
 def test_a_budget_is_used_up_and_not_exceeded():

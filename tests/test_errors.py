@@ -18,8 +18,9 @@ launch(main, CommonArgs, "no.yaml")
 
 
 def test_a_message_holds_no_control_character_and_no_secret(monkeypatch):
-    for code in [*range(32), *range(127, 160), 0x200E, 0x202E, 0x2066]:
-        assert (chr(code) in printable(f"a{chr(code)}b")) == (chr(code) in "\n\t")
+    for code in [*range(32), *range(127, 160), 0x200E, 0x2028, 0x202E, 0x2066, *map(ord, "é你🙂")]:
+        assert (chr(code) in printable(f"a{chr(code)}b")) == (chr(code) in "\n\té你🙂")
+    assert printable("\x1b[2J\u202e") == "\\x1b[2J\\u202e"
     monkeypatch.setattr("common.errors.SECRETS", ["https://h/T0K3N"])
     assert printable("posting to https://h/T0K3N failed") == "posting to (secret) failed"
 

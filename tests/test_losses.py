@@ -465,19 +465,6 @@ def uneven_row(dtype=torch.float64) -> tuple:
     return logps, old, ref, advantages, mask, borders(lengths)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_flat_row_gives_what_completions_get_alone(level):
-    logps, old, ref, advantages, mask, cu_seqlens = uneven_row()
-    options = {"beta": 0.1, "importance_sampling_level": level}
-    together, stats = grpo_loss(logps, old, ref, advantages, mask, cu_seqlens, **options)
-    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
-        part = [x[start:end] for x in (logps, old, ref, advantages, mask)]
-        alone, alone_stats = grpo_loss(*part, torch.tensor([0, end - start]), **options)
-        close(together[start:end], alone, 1e-12)
-        for name, value in alone_stats.items():
-            close(stats[name][start:end], value, 1e-12)
-
-
 def test_untrained_tokens_count_nothing():
     logps, old, ref, advantages, mask, cu_seqlens = uneven_row()
     logps = (logps + (1 - mask) * -9.0).requires_grad_()  # a prompt that has become unlikely

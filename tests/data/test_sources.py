@@ -6,7 +6,7 @@ import json
 import os
 
 from common.data.encode import convert
-from common.data.formats import as_chat, as_text
+from common.data.formats import as_text
 from common.data.sources import Source, identity, load_rows
 from common.data.types import BadRow
 from common.errors import UserError
@@ -103,14 +103,6 @@ def test_an_eval_fraction_divides_each_source_in_two(tmp_path):
     for source, part in zip(train[:2], evaluation, strict=True):
         rows = texts(source), texts(replace(part, max_samples=None)), texts(replace(source, part="all"))
         assert not set(rows[0]) & set(rows[1]) and set(rows[0]) | set(rows[1]) == set(rows[2])
-
-
-def test_rows_may_have_several_formats_or_none(tmp_path):
-    jsonl(tmp_path / "a.jsonl", [{"instruction": "q", "output": "a"}, CHAT])
-    jsonl(tmp_path / "b.jsonl", [{"question": "q", "answer": "a"}])
-    chats, facts = convert(load_rows(str(tmp_path)), as_chat, "rows")
-    assert chats == [CHAT | {"tools": None}] * 2
-    assert [found["first"] for found in facts["dropped"].values()] == [[f"{tmp_path}/b.jsonl:1"]]
 
 
 # --- identity -------------------------------------------------------------------------------------------------------

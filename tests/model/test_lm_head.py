@@ -3,10 +3,10 @@
 from functools import partial
 import shutil
 from types import SimpleNamespace
-import weakref
 
 from common.collators import flat_batch
 from common.extras import compiled_head
+from common.extras.dry_run import Live
 from common.model import fused_head
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 import transformers
 
 from tests.model.test_model import LENGTHS, alone_in_float64, examples
@@ -394,38 +392,12 @@ def test_graphs_do_not_follow_the_rows(chunks, compiler):
 # --- memory ---------------------------------------------------------------------------------------------------------
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors which came into being under it held at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.known, self.now, self.most = set(), 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        out = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self.known and key not in given:
-                    self.known.add(key)
-                    self.now += size
-                    self.most = max(self.most, self.now)
-                    weakref.finalize(storage, self.gone, key, size)
-        return out
-
-    def gone(self, key, size):
-        self.known.discard(key)
-        self.now -= size
-
-
 def peak(way, N, V, D=16, frozen=False, autocast=False):
     """Bytes beside the inputs, forward and backward."""
     toy = Toy(V, D, frozen=frozen, dtype=torch.float32)
     hidden = torch.zeros(N, D, requires_grad=True)
     tokens, weights = torch.arange(N) % V, torch.full((N,), 1 / N)
-    with Peak() as counted:
+    with Live([*toy.parameters(), hidden, tokens, weights]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if way == "nll":
                 loss, _ = weighted_nll(toy, hidden, tokens, weights)
@@ -433,7 +405,7 @@ def peak(way, N, V, D=16, frozen=False, autocast=False):
                 logps, entropy, _ = log_probs(toy, hidden, tokens, entropy=True, entropy_grad=way == "entropy")
                 loss = -(weights * (logps + entropy)).sum()
         loss.backward()
-    return counted.most
+    return live.most
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -446,13 +418,3 @@ def test_memory_does_not_grow_with_the_logits(way, frozen):
     assert two - one < 1.1 * 512 * per_token + 4096
     gradient = 0 if frozen else 4 * V * D
     assert four - gradient < 2048 * V * 4 / 6  # of the full logits; at 4,096 positions a twelfth
-
-
-def test_full_logits_and_masks_never_exist():
-    V, T = 20_000, 4096
-    config = transformers.LlamaConfig(**SIZE | {"vocab_size": V})
-    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).train()
-    batch = flat_batch(examples((128,) * (T // 128)), CPU)
-    with Peak() as counted:
-        model(batch, entropy=True).logps.sum().backward()
-    assert counted.most < T * T * 4 < T * V * 4 / 4

@@ -28,11 +28,3 @@ def test_saves_and_evaluations_at_their_steps(words, saved, evaluated, launch):
         assert set(saved) <= set(evaluated) and saved
     assert steps_of(output, "saved") == saved
     assert [row["step"] for row in read_metrics(output) if "eval_loss" in row] == evaluated
-
-
-def test_a_resumed_run_repeats_no_evaluation(launch):
-    words = [*SFT, "--save_steps", "4", "--eval_steps", "4"]
-    launch("sft", *words, "--max_steps", "4", "--lr_scheduler_type", "constant")
-    output = launch("sft", *words, "--max_steps", "8", "--lr_scheduler_type", "constant")
-    assert [row["step"] for row in read_metrics(output) if "eval_loss" in row] == [0, 4, 8]
-    assert steps_of(output, "saved") == [4, 8] and steps_of(output, "finished") == [4, 8]

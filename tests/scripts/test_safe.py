@@ -7,12 +7,9 @@ import shutil
 from common.errors import UserError
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, SFT
 
 SOURCES = [path for kind in ("train_*", "experiments/*", "common/**/*", "tools/*") for path in ROOT.glob(f"{kind}.py")]
-SFT = "--config data/configs/sft.yaml --max_train_samples 20 --per_device_train_batch_size 4 --max_steps 2 --save_steps 1"
-SFT += " --logging_steps 1 --eval_steps 1 --max_eval_samples 4 --eval_max_new_tokens 2 --model_name_or_path data/base_model"
-SFT = SFT.split()
 CUSTOM = """
 from pathlib import Path
 Path({marker!r}).write_text("it ran")
