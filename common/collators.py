@@ -328,14 +328,13 @@ class Windows:
             sizes.append([self.train.size(i) for i in range(self.start(step), self.start(step + 1))])
             micro_batches += [[sizes[-1][i] for i in part] for part in self.dealt(step)]
         per_step = sum(map(len, sizes)) / len(sizes) if self.max_tokens else self.size
-        plan = {
+        return {
             "steps": len(self),
             "examples_per_step": round(per_step, 1),
             "tokens_per_step": round(sum(map(sum, sizes)) / len(sizes)),
             "steps_per_epoch": round(len(self.train) / per_step, 2) if hasattr(self.train, "__len__") else None,
             "largest_micro_batch": max(micro_batches, key=sum),
         }
-        return plan
 
     def state(self, step: int) -> dict[str, Any]:
         """State for a checkpoint, so that a resumed run need not read a stream from its start to find its place."""

@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu  # noqa: E402
+from gpu_bench import FULL, LLAMA  # noqa: E402
 
 
 def run(tmp_path, call):
@@ -39,3 +40,10 @@ def test_every_section_runs_and_all_sides_agree(call, tmp_path):
             losses.setdefault((row["section"], kind), []).append(loss)
     for same in losses.values():
         assert same == pytest.approx([same[0]] * len(same), rel=1e-2)  # bfloat16
+
+
+def test_the_plan_fits_three_times_ten_minutes():
+    for call, sections in gpu.CALLS.items():
+        assert sum(most for _, most, _ in sections.values()) < 590
+        assert all(f"        {name}" in gpu.plan() for name in sections) and f"gpu.py {call}" in gpu.plan()
+    assert max(FULL["sequence"], FULL["pack"][0], FULL["long row"]) <= LLAMA["max_position_embeddings"]

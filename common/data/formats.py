@@ -252,10 +252,8 @@ def _messages(value: Any) -> list[Message]:
     messages = []
     for turn in value:
         # Parquet gives every turn the keys of all turns, None where a turn lacks one.
-        name, content = (
-            turn.get(key) if turn.get(key) is not None else turn.get(other)
-            for key, other in (("role", "from"), ("content", "value"))
-        )
+        name = turn.get("from") if turn.get("role") is None else turn["role"]
+        content = turn.get("value") if turn.get("content") is None else turn["content"]
         if not isinstance(name, str) or name not in ROLES:
             raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
         if isinstance(content, list):
@@ -264,11 +262,14 @@ def _messages(value: Any) -> list[Message]:
             content = ""
         if not isinstance(content, str):
             raise BadRow("a message without text content")
+        calls = turn.get("tool_calls")
+        if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
+            calls, content = json.loads(content), ""
+            calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
         message = {"role": ROLES[name], "content": unicode(content)}
         extras = ("reasoning_content", "name", "tool_call_id")
         message |= {key: turn[key] for key in extras if turn.get(key) is not None}
-        if turn.get("tool_calls"):
-            calls = turn["tool_calls"]
+        if calls:
             message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
         if not _is_trained(turn):
             message["train"] = False

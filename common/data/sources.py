@@ -199,7 +199,8 @@ def files_of(source: Source) -> list[Path] | None:
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
         files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
-        named = [file for file in files if file.name.split(".")[0].split("-")[0] == source.split]
+        ends = [(file, file.name.removeprefix(source.split)) for file in files]  # train.jsonl, train-1.csv, train_2.csv
+        named = [file for file, end in ends if end != file.name and not end[0].isalpha()]
         others = any(file.name.startswith(("validation", "test", "dev")) for file in files)
         return files if not named and source.split == "train" and not others else named
     if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
@@ -301,9 +302,5 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
             except UnicodeDecodeError as error:
-                try:
-                    line.decode("gb18030")
-                    hint = "as Chinese text it can be read: iconv -f GB18030 -t UTF-8, and look at the result"
-                except UnicodeDecodeError:
-                    hint = "convert the file from the encoding it was written in"
+                hint = "convert the file, Chinese text for example by iconv -f GB18030 -t UTF-8"
                 raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; {hint}") from None

@@ -32,9 +32,10 @@ class Best:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
+        self.values: dict[str, float] = {}  # all that it gave
         self._mark: float | None = None  # the value that an improvement by delta is measured from
         self._waited = 0  # evaluations since the last improvement that counts
-        self._before: tuple[float | None, int | None] = (None, None)
+        self._before: tuple[float | None, int | None, dict[str, float]] = (None, None, {})
 
     def update(self, step: int, values: dict[str, float]) -> bool:
         """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it is meant.
@@ -53,8 +54,8 @@ class Best:
             return False
         is_best = self.value is None or self.sign * (value - self.value) > 0
         if is_best:
-            self._before = (self.value, self.step)
-            self.value, self.step = value, step
+            self._before = (self.value, self.step, self.values)
+            self.value, self.step, self.values = value, step, values
         gain = math.inf if self._mark is None else self.sign * (value - self._mark)
         if gain > 0 and gain >= self.delta:
             self._mark, self._waited = value, 0
@@ -63,7 +64,7 @@ class Best:
     def withdraw(self, step: int) -> None:
         """The checkpoint of this step could not be written: fall back to the previous best one."""
         if self.step == step:
-            self.value, self.step = self._before
+            self.value, self.step, self.values = self._before
 
     def stops(self, step: int) -> bool:
         """Whether the run stops early at this step; prints why."""
@@ -76,12 +77,12 @@ class Best:
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
         known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
-        return known | {"mark": self._mark, "waited": self._waited}
+        return known | {"mark": self._mark, "waited": self._waited, "values": self.values}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint. If the metric has changed, the search starts over."""
         if (state.get("metric"), state.get("higher_is_better")) == (self.name, self.sign > 0):
-            self.value, self.step = state["value"], state["step"]
+            self.value, self.step, self.values = state["value"], state["step"], state.get("values", {})
             self._mark, self._waited = state["mark"], state["waited"]
 
 

@@ -37,8 +37,8 @@ class Stream:
     """`stream[position]`: the example at a position of the run. Positions must be read in order, or nearly so."""
 
     def __init__(self, sources: list[Source], job: Job, seed: int, functions: tuple[Cut, ...] = ()):
-        """job: how rows become examples. Each source has rows in a block in proportion to its weight (equal if they have
-        none); one that ends starts again. functions: pack or cut the examples of a block."""
+        """job: how rows become examples. Each source has rows in a block in proportion to its weight; one that ends starts
+        again. functions: pack or cut the examples of a block."""
         self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.accounts = [Account() for _ in sources]
@@ -162,5 +162,7 @@ def check(args: CommonArgs) -> None:
     """Raises UserError for arguments that a stream cannot follow."""
     if args.max_steps <= 0:
         raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
+    if len(args.dataset_name) > 1 and args.dataset_weights is None:
+        raise UserError("--dataset_streaming: several sources of unknown size: their shares are --dataset_weights")
     if args.curriculum_column:
         raise UserError("--dataset_streaming: no --curriculum_column: it needs all rows at hand")

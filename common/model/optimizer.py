@@ -29,15 +29,13 @@ def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: floa
         {"params": [p for p in trained if id(p) in own_rate], "weight_decay": 0.0, "lr_multiplier": extra_lr_multiplier},
     ]
     groups = [group for group in groups if group["params"]]
-    betas = (args.adam_beta1, args.adam_beta2)
+    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     if args.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
-        return AdamW8bit(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+        return AdamW8bit(groups, **settings)
     fused = all(p.device.type in ("cpu", "cuda") for p in trained)  # one kernel for the whole update, where available
-    parts: list[torch.optim.Optimizer] = []
-    if groups:
-        parts.append(torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused))
+    parts = [torch.optim.AdamW(groups, fused=fused, **settings)] if groups else []  # muon may take all
     if not for_muon:
         return parts[0]
     return extra("muon").join(args, parts, [p for p in trained if id(p) in for_muon])

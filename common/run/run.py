@@ -128,7 +128,7 @@ class Run:
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
         self._note_start()
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
-            say(f"a step has {windows.step_size}, and had {before}: the order is not that of an uninterrupted run")
+            say(f"a step has {windows.step_size}, and had {before}: if that is more, rows are skipped, if less, repeated")
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:
@@ -292,6 +292,7 @@ class Run:
             with writing(args.output_dir):
                 extra("hub").write_card(args, self.script, self.best_step)
             prune(args.output_dir, self.step, args.save_total_limit, self.best_step)  # what a kill has left
+        metrics.last |= self.best.values if best else {}  # those of the model that is exported
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)

@@ -32,6 +32,8 @@ REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the
 LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
+MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
+FORMULA = re.compile(r"[\\^√]|\d[A-Za-z]|/\s*\d")
 
 
 class Reward(NamedTuple):
@@ -124,14 +126,16 @@ def exact_number(
     prompts: list, completions: list[Completion], answer: list, mark: str = "", **columns: Any
 ) -> list[float | None]:
     """1 if the completion's number equals the answer's, else 0. The number of a text is the one after its last "####",
-    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None if the answer contains no number.
+    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None if the answer, from its last mark on, is not
+    one number: a fraction, a formula, a list.
 
     mark: in a completion only a number after it counts ("Answer:").
     """
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer, strict=True):
-        text = text_of(completion)
-        wanted = final_number(str(truth))
+        end = re.split("|".join(map(re.escape, MARKS)), str(truth))[-1]
+        text, end = (part.replace("−", "-") for part in (text_of(completion), end))
+        wanted = final_number(end) if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end) else None
         found = number_after(text, mark) if mark else final_number(text)
         scores.append(None if wanted is None else float(found == wanted))
     return scores
@@ -164,7 +168,7 @@ def length(limit: str) -> Callable[..., list[float]]:
 
 def final_number(text: str) -> float | None:
     """The final number of a text, or None."""
-    for mark in ("####", "Answer:", "\\boxed{"):
+    for mark in MARKS:
         if (found := number_after(text, mark)) is not None:
             return found
     numbers = NUMBER.findall(text)

@@ -77,7 +77,8 @@ def check(sequence, i, n, start=0):
 def test_fields_of_every_kind_arrive_exactly(tmp_path, settings, sources):
     """As they are made, from the cache, and in packs."""
     for arrange, positions in ((lambda data: data, 45), (lambda data: data, 45), (lambda data: pack(data, 20), 12)):
-        train, seen = arrange(load(tmp_path, *sources, **settings)), set()
+        shares = {"dataset_weights": [1.0] * len(sources)} if "dataset_streaming" in settings else {}
+        train, seen = arrange(load(tmp_path, *sources, **settings, **shares)), set()
         for sequence in [sequence for p in range(positions) for sequence in train[p]]:
             i = int(sequence["input_ids"][0])
             check(sequence, i, i % 7 + 2)
@@ -216,7 +217,7 @@ def test_rows_have_the_same_fields(first, other, named, at, num_proc):
 def test_a_field_that_a_source_lacks_is_named(tmp_path, streaming):
     rows = [[{"given": [{"x": 1.5}], "at": 99, "i": 0}] * 20, [{"given": [{}], "at": 99, "i": 0}] * 20]
     with pytest.raises(UserError, match=r"b.jsonl(:1)?: .*as in .*a.jsonl(:1)?, .*'x'"):
-        load(tmp_path, *rows, encode=given, dataset_streaming=streaming)[0]
+        load(tmp_path, *rows, encode=given, dataset_streaming=streaming, dataset_weights=[1.0, 1.0])[0]
 
 
 def test_later_blocks_have_the_fields_of_the_first(tmp_path):

@@ -24,8 +24,10 @@ def turn(name, text):
 
 H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
 LONG = {"role": "assistant", "content": "x y" * 20_000, "reasoning_content": "because"}
-NAMES = "system human user prompter gpt chatgpt assistant model function_call tool observation function_response"
-ROLES = ["system", *["user"] * 3, *["assistant"] * 5, *["tool"] * 3]
+NAMES = "system human user prompter gpt chatgpt assistant model tool observation function_response"
+ROLES = ["system", *["user"] * 3, *["assistant"] * 4, *["tool"] * 3]
+CALL = {"name": "f", "arguments": {"a": [1, None]}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,8 @@ ROLES = ["system", *["user"] * 3, *["assistant"] * 5, *["tool"] * 3]
             {"conversations": [turn(name, "x") for name in NAMES.split()]},
             [{"role": role, "content": "x"} for role in ROLES],
         ),
+        ({"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALL))]}, [U, CALLS]),
+        ({"conversations": [turn("human", "q"), turn("function_call", json.dumps([CALL]))]}, [U, CALLS]),
         ({"instruction": "q", "output": "a"}, [U, A]),
         ({"instruction": "q", "input": "", "output": "a", "system": "", "history": []}, [U, A]),
         ({"instruction": "q", "input": None, "output": "a", "system": None, "history": None}, [U, A]),

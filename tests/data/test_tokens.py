@@ -121,6 +121,9 @@ def test_tool_calls_are_trained_or_refused():
     expected = ['<tool_call>{"name": "add", "arguments": {"a": 1}}<|im_end|>']
     assert trained(tokenize_messages(chat, tokenizer), tokenizer) == expected
     chat[1]["content"] = "I add"  # the name of the function is in the text
+    own_end = writes.replace("'<|im_end|>", "('<|endoftext|>' if m.tool_calls else '<|im_end|>') + '")
+    with pytest.raises(BadRow, match="ends its turn in another way"):  # its mask would reach over the tool's empty turn
+        tokenize_messages([*chat[:2], chat[2] | {"content": ""}, CHAT[1]], make_tokenizer(own_end))
     for how in ("all_turns", "last_turn"):
         with pytest.raises(BadRow, match="no place for tool calls"):
             tokenize_messages([*chat, *CHAT[:2]], make_tokenizer(CHATML), train_on=how)

@@ -418,3 +418,12 @@ def test_memory_does_not_grow_with_the_logits(way, frozen):
     assert two - one < 1.1 * 512 * per_token + 4096
     gradient = 0 if frozen else 4 * V * D
     assert four - gradient < 2048 * V * 4 / 6  # of the full logits; at 4,096 positions a twelfth
+
+
+def test_full_logits_and_masks_never_exist():
+    V, T = 20_000, 4096
+    model = wrap(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE | {"vocab_size": V}))).train()
+    batch = flat_batch(examples((128,) * (T // 128)), CPU)
+    with Live(model.parameters()) as live:
+        model(batch, entropy=True).logps.sum().backward()
+    assert live.most < T * T * 4 < T * V * 4 / 4

@@ -284,6 +284,7 @@ def test_the_best_is_kept_exported_and_ends_early(launch, capsys):
     assert all(torch.equal(one[name], other[name]) for name in one)
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["best"]["step"], summary["best"]["value"]) == (2, evaluations(output)[2])
+    assert summary["final"]["eval_loss"] == evaluations(output)[2] and summary["final"]["step"] == 6
     left = {path.name for path in output.iterdir()}
     assert not left & {"optimizer.pt", "manifest.json", "trainer_state.json"} and "tokenizer.json" in left
     with pytest.raises(SystemExit):

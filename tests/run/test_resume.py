@@ -25,7 +25,7 @@ WORDS = {
     "sft": FEW,
     # Packs of a stream: blocks of seven rows, and the sources start again and again.
     "sft streamed": "--dataset_name data/sft data/sft/validation.jsonl --max_train_samples 10 --dataset_streaming --packing"
-    " --max_length 128 --per_device_train_batch_size 2",
+    " --dataset_weights 1 1 --max_length 128 --per_device_train_batch_size 2",
     "sft mixed": "--dataset_name data/sft data/sft/validation.jsonl --dataset_weights 0.8 0.2 --max_train_samples 30"
     " --max_tokens_per_batch 200 --gradient_accumulation_steps 2 --curriculum_column length --turn_dropping 0.5",
     "pretrain streamed": "--dataset_streaming --max_tokens_per_batch 300",

@@ -64,6 +64,14 @@ CHAT = [{"role": "user", "content": "q"}]
         ("the numbers 1,2,3", "3", 1),
         ("pages 3-5", "5", 1),
         ("72 Answer: none", "72", 1),  # a mark without a number after it is no mark
+        ("The answer is −5", "5", 0),
+        ("The answer is −5", "−5", 1),
+        ("72", "about 72 apples, $", 1),
+        ("#### 5", "3 + 2. #### 5", 1),
+        *(
+            ("2", truth, None)
+            for truth in ("1/2", r"\frac{1}{2}", r"\boxed{\sqrt{2}}", "2^3", "x/2", "2:30", "1e2", "2x", "1 or 2")
+        ),
     ],
 )
 def test_exact_number_compares_the_final_number(completion, answer, wanted):

@@ -38,6 +38,7 @@ TABLE = [
     ("sft", f"{SFT} --dataset_name columns.jsonl", "columns.jsonl:1"),
     ("sft", f"{SFT} --dataset_name questions.jsonl", "questions"),
     ("sft", f"{SFT} --dataset_name data/sft --dataset_streaming --max_steps -1", "--max_steps"),
+    ("sft", f"{SFT} --dataset_name data/sft data/grpo --dataset_streaming --max_steps 1", "--dataset_weights"),
     ("sft", f"{SFT} --model_name_or_path no/such-model", "no/such-model"),
     ("sft", f"{SFT} --dataset_name no/such-data", "no file or folder here"),
     ("pretrain", "--dataset_name texts.jsonl --use_peft --max_length 64", "--model_name_or_path"),
