@@ -123,10 +123,10 @@ def test_turned_cases_are_those_that_stayed_the_same():
 
 
 def test_a_fall_is_told_once(tmp_path):
-    """Eight cases pass, then fail twice, then pass; each time by a part that knows a checkpoint alone."""
+    """Eight cases pass, then fail twice, pass, and fail; each time by a part that knows a checkpoint alone."""
     args = CommonArgs(output_dir=str(tmp_path), regression_suite=write_rows(tmp_path / "suite.jsonl", [GOOD]))
     accelerator, state = Accelerator(cpu=True), {}
-    for step, good in ((0, True), (2, False), (4, False), (6, True)):
+    for step, good in ((0, True), (2, False), (4, False), (6, True), (8, False)):
         part = Regression(args, accelerator)
         part.restore(0, state)
         part.tokenizer, part.suite.run = None, lambda *_, good=good: outcome_of([good] * 8)
@@ -134,16 +134,14 @@ def test_a_fall_is_told_once(tmp_path):
         assert found == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
         state = json.loads(json.dumps(part.state(0)))
     told = [(event["step"], event["text"]) for event in events_of(tmp_path, "regression")]
-    assert told == [
-        (2, "all has fallen since step 0, to 0 of 8 (p = 0.0039)"),
-        (2, "first has fallen since step 0, to 0 of 6 (p = 0.016)"),
-    ]
+    fall = "all has fallen since step 0, to 0 of 8 (p = 0.0039)", "first has fallen since step 0, to 0 of 6 (p = 0.016)"
+    assert told == [(step, text) for step in (2, 8) for text in fall]
     rows = lines(tmp_path)
     turned = [row["turned"] for row in rows[1:]]
-    assert [len(since["since_last"]["fell"]) for since in turned] == [8, 0, 0]
-    assert [len(since["since_base"]["fell"]) for since in turned] == [8, 8, 0]
-    assert [len(since["since_last"]["rose"]) for since in turned] == [0, 0, 8]
-    assert [len(row["failed"]) for row in rows] == [0, 8, 8, 0]
+    assert [len(since["since_last"]["fell"]) for since in turned] == [8, 0, 0, 8]
+    assert [len(since["since_base"]["fell"]) for since in turned] == [8, 8, 0, 8]
+    assert [len(since["since_last"]["rose"]) for since in turned] == [0, 0, 8, 0]
+    assert [len(row["failed"]) for row in rows] == [0, 8, 8, 0, 8]
 
 
 # --- in a run -------------------------------------------------------------------------------------------------------
@@ -170,22 +168,20 @@ def words(tmp_path):
     return of
 
 
-def test_training_does_not_notice_the_suite(launch, words, capsys):
+def test_training_does_not_notice_the_suite(launch, words):
     plain = launch("sft", *words("sft")[:-2], output="plain")
-    with_suite = launch("sft", *words("sft", "--regression_steps", "3"), output="with")
+    with_suite = launch("sft", *words("sft", "--regression_steps", "4"), output="with")
     rows = read_metrics(with_suite)
     assert [row for row in rows if "eval_regression/all" not in row] == read_metrics(plain)
     a, b = (load_file(folder / "model.safetensors") for folder in (plain, with_suite))
     assert all(torch.equal(a[name], b[name]) for name in a)
     found = lines(with_suite)
-    assert [line["step"] for line in found] == [0, 3, 6]
+    assert [line["step"] for line in found] == [0, 4, 6]
     for line, row in zip(found, [row for row in rows if "eval_regression/all" in row], strict=True):
         assert row == {"step": line["step"]} | {f"eval_regression/{k}": v["rate"] for k, v in line["groups"].items()}
         assert {name: group["total"] for name, group in line["groups"].items()} == {"all": 4, "ends": 1, "words": 3}
         assert line["cases"].keys() == {row["id"] for row in ROWS} and line["failed"].keys() <= line["cases"].keys()
-    assert [line["turned"]["since_last"] and line["turned"]["since_last"]["step"] for line in found] == [None, 0, 3]
-    out = capsys.readouterr().out
-    assert "regression suite: 4 cases in 2 groups (ends, words)" in out
+    assert [line["turned"]["since_last"] and line["turned"]["since_last"]["step"] for line in found] == [None, 0, 4]
 
 
 def test_a_resumed_run_has_the_same_lines(launch, words, monkeypatch):
@@ -202,9 +198,11 @@ def test_a_resumed_run_has_the_same_lines(launch, words, monkeypatch):
     assert best["step"] == max(rates, key=rates.get) and best["value"] == rates[best["step"]]
 
 
-def test_answers_that_do_not_fit_are_refused(launch, words):
-    with pytest.raises(UserError, match="lower max_tokens or the prompts of the suite"):
-        launch("sft", *words("sft", "--eval_max_new_tokens", "100000", "--dry_run"))
+def test_answers_that_do_not_fit_are_refused(launch, words, tmp_path):
+    for row, limit in (ROWS[0], 100_000), (ROWS[0] | {"max_tokens": 100_000}, 4):
+        write_rows(tmp_path / "suite.jsonl", [row, *ROWS[1:]])
+        with pytest.raises(UserError, match="lower max_tokens or the prompts of the suite"):
+            launch("sft", *words("sft", "--eval_max_new_tokens", limit, "--dry_run"))
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def assert_pefts(model, plain, ids):
     return known
 
 
-@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}, {"lora_dropout": 0.2}], ids=str)
 def test_adapters_have_pefts_gradients(kind):
     torch.manual_seed(1)
     model = add_lora(CommonArgs(**ARGS, **kind), wrap(tiny_lm("llama"))).eval()
@@ -131,6 +131,7 @@ def test_adapters_have_pefts_gradients(kind):
     plain = peft.PeftModelForCausalLM(tiny_lm("llama"), model.lm.peft_config["default"]).eval()
     plain.load_state_dict(model.lm.state_dict())
     known = assert_pefts(model, plain, ids)
+    assert model.lm.peft_config["default"].lora_dropout == kind.get("lora_dropout", 0)
     assert any("magnitude" in n for n in known) == ("use_dora" in kind)
     layer = plain.base_model.model.model.layers[0].self_attn.q_proj
     assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
@@ -156,7 +157,9 @@ def grown(kind, **args):
     return model.eval(), plain.eval()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])  # qwen3 and gpt2 have one matrix for embedding and head
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "gpt2", "gemma3"]
+)  # but llama all have one matrix for embedding and head
 def test_rows_of_new_tokens_have_pefts_gradients(kind):
     model, plain = grown(kind)
     ids = [3, V, 5, V + 1, 7, V, V + 1, 2]
@@ -189,9 +192,9 @@ def adapter(tmp_path):
     return tmp_path / "adapter"
 
 
-def from_adapter(adapter, **options):
+def from_adapter(adapter, checkpoint=None, **options):
     base = load_pretrained(CommonArgs(), adapter.with_name("base"))
-    return add_lora(CommonArgs(**options), base, start=adapter)
+    return add_lora(CommonArgs(**options), base, checkpoint, start=adapter)
 
 
 def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
@@ -215,6 +218,8 @@ def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
     with torch.no_grad():
         found = load_pretrained(CommonArgs(), tmp_path / "out").eval()(batch).logps
         torch.testing.assert_close(found, model(batch).logps, atol=1e-4, rtol=1e-4)
+    reference.model = from_adapter(adapter, tmp_path / "out").eval()  # as a resumed run has it
+    torch.testing.assert_close(reference(batch).logps, before, atol=1e-4, rtol=1e-4)
 
 
 def test_only_lora_adapters_are_read(tmp_path):

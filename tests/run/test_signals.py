@@ -6,6 +6,8 @@ from pathlib import Path
 import signal
 import time
 
+from common.args import CommonArgs
+from common.extras.clock import START, Clock
 from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE
@@ -118,10 +120,20 @@ def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):
     assert [row["step"] for row in read_metrics(output) if "loss" in row] == [1, 2, 3]
 
 
+def test_the_limit_is_of_the_whole_run_and_leaves_room_for_a_save(monkeypatch):
+    """In minutes: a step takes up to 3 of the 60, a save 2, every 20; 1.25 times both and ten seconds are kept."""
+    said, minutes = {}, 0
+    monkeypatch.setattr("time.time", lambda: START + 60 * minutes)
+    clock = Clock(CommonArgs(max_hours=1.0, save_minutes=20.0))
+    for minutes in [*range(1, 22), *range(24, 45), *range(47, 55)]:
+        if what := clock.asks():
+            said[minutes], minutes = what, minutes + 2
+            clock.saved()
+    assert said == {21: "save", 44: "save", 54: "stop"}
+
+
 def test_the_clock_saves(launch):
-    words = [*STAGES["sft"], *COMMON, "--save_steps", "0", "--save_total_limit", "0"]
-    assert not checkpoints(launch("sft", *words, "--save_minutes", "60", output="rarely"))
-    output = launch("sft", *words, "--save_minutes", "1e-6", output="always")
+    output = launch("sft", *STAGES["sft"], *COMMON, *"--save_steps 0 --save_total_limit 0 --save_minutes 1e-6".split())
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{step}" for step in range(1, 8)]
 
 
