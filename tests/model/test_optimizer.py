@@ -31,7 +31,7 @@ def rates(kind: str, total: int = 10, *, peak=1.0, warmup=0.0, decay=0.2, least=
     ("kind", "options", "wanted"),
     [
         ("constant", {}, [1] * 10),
-        ("constant", {"warmup": 0.4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),  # a share of the steps
+        ("constant", {"warmup": 0.38}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),  # a share of the steps, rounded
         ("constant", {"warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
         ("linear", {}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         ("linear", {"warmup": 2}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),

@@ -196,7 +196,7 @@ def score(completions, **columns):
 
 @pytest.mark.parametrize("more", [[], pytest.param(["--dataset_streaming"], marks=pytest.mark.slow)], ids=str)
 def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
-    """Rows in another order, another one, one fewer; a reward and what it imports, a template, a tokenizer, an adapter's base."""
+    """Rows in another order, one of as many tokens, one fewer; a reward and its import, a template, a tokenizer, a base."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plainloop_points", raising=False)
     monkeypatch.setattr("common.extras.stream.BLOCK_ROWS", 9)
@@ -212,7 +212,7 @@ def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
     whole = launch("sft", *words, "--max_steps", "2", output="whole")
     launch("sft", *words, "--max_steps", "1")
     files = ("reward.py", "plainloop_points.py", "mine.jinja", "model/tokenizer.json", "model/model.safetensors")
-    edits = [("rows.jsonl", b"".join(edited)) for edited in (rows[1:] + rows[:1], [*rows[:-1], rows[0]], rows[:-1])]
+    edits = [("rows.jsonl", b"".join(r)) for r in (rows[1:] + rows[:1], [rows[0].replace(b"3", b"2"), *rows[1:]], rows[:-1])]
     edits += [(name, (tmp_path / name).read_bytes()) for name in files]
     for name, content in edits:
         file = tmp_path / name
