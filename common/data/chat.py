@@ -84,8 +84,8 @@ def assistant_spans(
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
     if missing := leaves_out(text, messages, tokenizer, tools):
-        remedies = "one that has: --chat_template FILE.jinja; without tools: --columns unused=tools"
-        raise BadRow(f"the chat template has no place for {missing} ({remedies})")
+        without = "; without tools: --columns unused=tools" if missing == "tools" else ""
+        raise BadRow(f"the chat template has no place for {missing} (one that has: --chat_template FILE.jinja{without})")
 
     spans: dict[int, tuple[int, int]] = {}
     at = 0  # end of the messages found so far

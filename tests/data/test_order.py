@@ -93,6 +93,8 @@ def test_every_pass_and_epoch_is_drawn_anew():
     assert len({tuple(drawn[1][i : i + 20]) for i in range(0, 120, 20)}) == 6
     where = [[source_of(i, [100, 20]) for i in order.epoch(epoch)] for epoch in (0, 1)]
     assert where[0] != where[1]
+    alike = by_source(Order([20, 20], 0, weights=[1, 1]), [20, 20], 1)
+    assert [i + 20 for i in alike[0]] != alike[1]
 
 
 @settings(max_examples=40, deadline=None)

@@ -157,9 +157,18 @@ def grown(kind, **args):
     return model.eval(), plain.eval()
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama", "qwen3", "gpt2", "gemma3"]
-)  # but llama all have one matrix for embedding and head
+def test_new_rows_are_the_same_in_every_model():
+    """In the policy and its reference, and on all processes."""
+    models = [tiny_lm("llama"), tiny_lm("llama")]
+    for seed, lm in enumerate(models):
+        torch.manual_seed(seed)
+        grow_embedding(lm, V + 2)
+    one, other = (lm.get_input_embeddings().weight for lm in models)
+    assert torch.equal(one, other) and one[V:].std(0).min() > 0
+
+
+# But llama all have one matrix for embedding and head.
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gemma3"])
 def test_rows_of_new_tokens_have_pefts_gradients(kind):
     model, plain = grown(kind)
     ids = [3, V, 5, V + 1, 7, V, V + 1, 2]

@@ -61,12 +61,13 @@ CHANGES = [
     ({"model_name_or_path": "gpt2", "dtype": "bfloat16"}, "data/base_model -> gpt2, dtype float32 -> bfloat16"),
     ({"lora_r": 8, "learning_rate": 1.0}, "lora_r 16 -> 8"),
     ({"resume_from_checkpoint": "none"}, "holds an earlier run"),
+    ({"save_best": "eval_loss", "eval_temperatures": [1.0]}, r"eval_temperatures \[0.0\] -> \[1.0\]"),
 ]
 
 
 @pytest.mark.parametrize(("change", "shown"), CHANGES)
 def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
-    args = folder_of_a_run(tmp_path)
+    args = folder_of_a_run(tmp_path, **{name: change[name] for name in change.keys() & {"save_best"}})
     with pytest.raises(UserError, match=shown) as refused:
         claim(args | change)
     assert "learning_rate" not in str(refused.value)

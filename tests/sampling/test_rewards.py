@@ -1,14 +1,19 @@
 """Rewards: the ready-made ones, a user's own file, reward models, and what is said where one misbehaves."""
 
 import copy
+import math
 import os
 import signal
 import textwrap
 import time
+from types import SimpleNamespace
 
+from common.args import CommonArgs
 from common.errors import UserError
+from common.evaluate import summarise
 import common.run.signals  # noqa: F401  its import sets what children do at signals
 from common.sampling.rewards import Reward, call, from_file, load_rewards, must, score, score_by_name
+from common.sampling.rollout import rollout_metrics
 import pytest
 import torch
 import transformers
@@ -336,3 +341,12 @@ def test_children_end_when_told_even_at_birth():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_abstentions_count_in_no_mean():
+    args, rows = CommonArgs(), [{"prompt": "q"}] * 3
+    assert summarise(args, 0.0, rows, ["a"] * 3, {"f": [None, 1.0, 0.5], "g": [None] * 3})[0] == {"eval_f": 0.75}
+    of = lambda r: SimpleNamespace(ids=[1], finished=True, rewards=[r], reward=math.nan if r is None else r)  # noqa: E731
+    scored = [of(reward) for reward in (1, 1, None, None)]
+    found = rollout_metrics(scored, [SimpleNamespace(name="f")], 2)
+    assert (found["reward"], found["rewards/f/mean"], found["frac_reward_zero_std"]) == (1, 1, 1)
