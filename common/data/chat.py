@@ -99,7 +99,7 @@ def assistant_spans(
             spans[i] = start, end
             upto = _apply_template(messages[: i + 1], tokenizer, tools)[0] if message.get("tool_calls") else text
             # A call may have an end of its own: the one found is then that of the next turn.
-            if start < at or text.startswith(upto) and end > len(upto) or not _holds(text[start:end], message, marks):
+            if start < at or (text.startswith(upto) and end > len(upto)) or not _holds(text[start:end], message, marks):
                 raise BadRow(
                     "the chat template changes an answer or ends its turn in another way "
                     "(try --train_on last_turn, or --chat_template chatml)"

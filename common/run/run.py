@@ -128,7 +128,7 @@ class Run:
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
         self._note_start()
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
-            say(f"a step has {windows.step_size}, and had {before}: if that is more, rows are skipped, if less, repeated")
+            say(f"a step had {before}, now {windows.step_size}: more skips rows, fewer repeats some (but in a stream)")
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:

@@ -133,7 +133,7 @@ def exact_number(
     """
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer, strict=True):
-        end = re.split("|".join(map(re.escape, MARKS)), str(truth))[-1]
+        end = min((str(truth).rpartition(mark)[2] for mark in MARKS), key=len)  # all of it without a mark
         text, end = (part.replace("−", "-") for part in (text_of(completion), end))
         wanted = final_number(end) if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end) else None
         found = number_after(text, mark) if mark else final_number(text)

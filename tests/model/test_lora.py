@@ -167,7 +167,7 @@ def test_new_rows_are_the_same_in_every_model():
     assert torch.equal(one, other) and one[V:].std(0).min() > 0
 
 
-# But llama all have one matrix for embedding and head.
+# All but llama have one matrix for embedding and head.
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gemma3"])
 def test_rows_of_new_tokens_have_pefts_gradients(kind):
     model, plain = grown(kind)

@@ -67,7 +67,7 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "shown"), CHANGES)
 def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
-    args = folder_of_a_run(tmp_path, **{name: change[name] for name in change.keys() & {"save_best"}})
+    args = folder_of_a_run(tmp_path, save_best=change.get("save_best"))
     with pytest.raises(UserError, match=shown) as refused:
         claim(args | change)
     assert "learning_rate" not in str(refused.value)

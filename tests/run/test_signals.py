@@ -120,14 +120,15 @@ def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):
     assert [row["step"] for row in read_metrics(output) if "loss" in row] == [1, 2, 3]
 
 
-def test_the_limit_is_of_the_whole_run_and_leaves_room_for_a_save(monkeypatch):
+def test_the_clock_leaves_room_for_a_save(monkeypatch):
     """In minutes: a step takes up to 3 of the 60, a save 2, every 20; 1.25 times both and ten seconds are kept."""
     said, minutes = {}, 0
     monkeypatch.setattr("time.time", lambda: START + 60 * minutes)
     clock = Clock(CommonArgs(max_hours=1.0, save_minutes=20.0))
     for minutes in [*range(1, 22), *range(24, 45), *range(47, 55)]:
         if what := clock.asks():
-            said[minutes], minutes = what, minutes + 2
+            said[minutes] = what
+            minutes += 2
             clock.saved()
     assert said == {21: "save", 44: "save", 54: "stop"}
 

@@ -61,7 +61,7 @@ def assert_trained(sequence, turns, tokenizer):
     assert all(text.endswith(end) for text in texts)
     for text, turn in zip(texts, [turn for turn in turns if turn["role"] == "assistant"], strict=True):
         said, calls = text.removesuffix(end).strip(BORDER), turn.get("tool_calls", [])
-        assert said == turn["content"].strip(BORDER) or calls and calls[0]["function"]["name"] in said
+        assert calls[0]["function"]["name"] in said if calls else said == turn["content"].strip(BORDER)
 
 
 def check_rows(rows, check, tolerated):
