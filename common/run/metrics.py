@@ -46,7 +46,7 @@ class Metrics:
         self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.first_nll: float | None = None  # of chosen answers, as first logged
-        self.num_tokens = 0  # trained on so far, over all processes
+        self.num_tokens = 0  # of the windows so far, over all processes
         self.first_eval: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.started = self.clock = time.perf_counter()

@@ -168,6 +168,8 @@ def test_attention_of_a_row_is_the_formulas(kind, window, lengths):
         row = plan_flat_row(lengths, CPU)
         found = flat_attention(torch.nn.Module(), *inputs[:3], None, flat_row=row, **options)[0][0]
         torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
+        dropped = flat_attention(torch.nn.Module(), *inputs[:3], None, flat_row=row, dropout=0.5, **options)[0][0]
+        assert (dropped - found).abs().mean() > 0.1 * found.abs().mean()
         gradients = torch.autograd.grad((found * weights).sum(), inputs)
         for a, b in zip(gradients, wanted_gradients, strict=True):
             torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)

@@ -57,6 +57,10 @@ def test_a_model_is_written_as_it_is(kind, dtype, tmp_path):
     else:
         rounded = {name: w.bfloat16() for name, w in model.lm.state_dict().items() if name in weights}
         assert all(torch.equal(w, rounded[name]) and w.dtype == rounded[name].dtype for name, w in weights.items())
+        model.lm._keep_in_fp32_modules_strict = {"norm"}
+        written(model, tmp_path, dtype)
+        kept = {name for name, w in load_file(tmp_path / "model.safetensors").items() if w.dtype == torch.float32}
+        assert kept == {name for name in weights if "norm" in name}
 
 
 @pytest.mark.parametrize("options", LORA, ids=str)

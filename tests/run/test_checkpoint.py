@@ -155,6 +155,14 @@ def test_kills_at_any_file_operation(tiny, tmp_path, monkeypatch):
 # --- loading -------------------------------------------------------------------------------------------------------------
 
 
+def test_settings_of_the_optimizer_are_those_of_this_run(tiny, tmp_path):
+    save(tiny, tmp_path, 3)
+    own = {"lr": 0.5, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.3}
+    optimizer = torch.optim.AdamW(tiny.model.parameters(), **own)
+    resume(tiny.accelerator, tmp_path / "checkpoint-3", optimizer)
+    assert own.items() <= optimizer.param_groups[0].items() and optimizer.state
+
+
 class Evil:
     def __init__(self, path):
         self.path = path

@@ -7,6 +7,7 @@ from common.args import CommonArgs
 from common.collators import Window
 from common.errors import UserError
 from common.model import FlatModel
+from common.run.metrics import Metrics
 from common.run.retry import Retry
 import numpy as np
 import pytest
@@ -117,6 +118,21 @@ def test_each_process_has_dropout_of_its_own(accelerator):
     finally:
         accelerator.state.process_index = 0
     assert one != two and after == after_two and again == (one, after) and later[0] not in (one, two) and later[1] != after
+
+
+def test_what_a_failed_attempt_has_measured_counts_nowhere(accelerator, tmp_path):
+    model, fails = FlatModel(tiny_lm("gpt2")), iter([False, True])
+    metrics = Metrics(accelerator, CommonArgs(output_dir=str(tmp_path)))
+
+    def gradients(window):
+        for batch in window:
+            if next(fails, False):
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            window.backward(0 * model.lm.get_input_embeddings().weight.sum())
+            metrics.add(first_length=float(batch["lengths"][0]))
+
+    Retry(CommonArgs(), accelerator, model, metrics)(gradients, 0, two_micro_batches(accelerator))
+    assert metrics.window_mean("first_length") == (100 + 10 + 50 + 20) / 4
 
 
 def test_a_backward_pass_without_the_factor_of_the_window_is_refused(accelerator):

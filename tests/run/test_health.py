@@ -112,6 +112,8 @@ def test_collapsing_answers_and_jumps_of_the_loss_are_said_once(tmp_path, capsys
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     for step, nll in enumerate((0.2, 0.4, 1.1, 1.3, 3.0, 0.3, 4.0)):
         metrics.log(step + 1, loss=0.5, nll_loss=nll)
+        metrics, before = Metrics(metrics.accelerator, metrics.args), metrics  # the run was stopped, and goes on
+        metrics.restore(step + 1, json.loads(json.dumps(before.state(step + 1))))
     for step in range(20):
         metrics.log(step + 8, loss=9.0 if step == 12 else 0.5 + 0.01 * (step % 2))
     said = capsys.readouterr().out

@@ -13,8 +13,9 @@ from common.run.folder import checkpoints
 import pytest
 from safetensors.torch import load_file
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import EXPERIMENTS, ROOT, demo, read_metrics, teacher, train_metrics, words_of
+from tests.conftest import EXPERIMENTS, ROOT, SFT, demo, read_metrics, teacher, train_metrics, words_of
 from tests.scripts.one_step import make_model
 
 COMMON = "--logging_steps 1 --eval_steps 4 --save_steps 3 --max_steps 8 --model_name_or_path data/base_model".split()
@@ -83,6 +84,16 @@ def test_resumed_runs_equal_uninterrupted_ones(stage, launch, monkeypatch):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("more", ["", "--use_peft --merge_lora --save_best eval_loss --eval_steps 1"])
+def test_a_bfloat16_base_leaves_as_bfloat16(more, launch, tmp_path):
+    """Also of a run that was resumed: its checkpoints are in float32."""
+    base = shutil.copytree(ROOT / "data" / "base_model", tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    for steps in (2, 3):
+        out = launch("sft", *SFT, *more.split(), "--model_name_or_path", base, "--max_steps", steps, "--save_steps", 1)
+        assert {w.dtype for w in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+
+
 def test_an_evaluation_changes_no_dropout(launch, tmp_path):
     model = make_model(tmp_path / "model", "gpt2")
     words = [*STAGES["sft"], *COMMON, "--model_name_or_path", model, "--max_steps", "4", "--eval_steps"]
@@ -115,8 +126,6 @@ def test_args_yaml_repeats_a_run_exactly(launch):
 
 
 def test_checkpoints_rotate_and_load_with_from_pretrained(launch):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     output = launch("sft", *STAGES["sft"], *COMMON, "--save_steps", "2", "--save_total_limit", "2")
     assert [path.name for path in checkpoints(output)] == ["checkpoint-6", "checkpoint-8"]
     kept = shutil.copytree(output / "checkpoint-6", output.parent / "kept")

@@ -1,8 +1,12 @@
 """When a run saves, evaluates and ends."""
 
+import itertools
+import json
+
+from common.errors import LAST_WORDS, OutsideError
 import pytest
 
-from tests.conftest import events_of, read_metrics
+from tests.conftest import GRPO, events_of, read_metrics
 
 SFT = ["--model_name_or_path", "data/base_model", "--max_train_samples", "60", "--max_eval_samples", "8"]
 SFT += ["--per_device_train_batch_size", "2", "--max_length", "64", "--num_samples", "0", "--eval_max_new_tokens", "2"]
@@ -28,3 +32,21 @@ def test_saves_and_evaluations_at_their_steps(words, saved, evaluated, launch):
         assert set(saved) <= set(evaluated) and saved
     assert steps_of(output, "saved") == saved
     assert [row["step"] for row in read_metrics(output) if "eval_loss" in row] == evaluated
+    before = json.loads((output / "summary.json").read_text())["before"]
+    assert before == {name: value for name, value in read_metrics(output)[0].items() if name in before}
+
+
+@pytest.mark.parametrize(("step", "saved"), [(2, [2]), (3, [])])
+def test_what_fails_outside_costs_at_most_a_rollout(step, saved, launch, monkeypatch, tmp_path):
+    """A checkpoint is written, but not in the middle of a rollout: no run can go on from there."""
+    steps = itertools.count()
+
+    def fails(*_):
+        if next(steps) == step:
+            raise OutsideError("the server is gone")
+
+    monkeypatch.setattr("train_grpo.set_lr", fails)
+    with pytest.raises(OutsideError) as error:
+        launch("grpo", *GRPO, "--save_steps", "0", "--steps_per_generation", "2", "--max_steps", "4")
+    LAST_WORDS.pop()(error.value)
+    assert steps_of(tmp_path / "out", "saved") == saved

@@ -161,7 +161,8 @@ def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, mod
     monkeypatch.setattr(script, "make_window", make_window)
     no_question = [chat("q"), chat("q", "a") + chat("q", "b")[1:], chat("q" * 999, "a")]  # or a long one
     bad = [{"messages": found} for found in no_question] + [{"prompt": "q", "completion": chat("q", "a")[1:]}]
-    data = write_rows(tmp_path / "rows.jsonl", rows() + bad)
+    longer = chat("Hi", "Hello!", "How much is 9-4-1?", "4")
+    data = write_rows(tmp_path / "rows.jsonl", [*rows(), {"messages": longer}, *bad])
     words = ["--dataset_name", data, "--per_device_train_batch_size", 4, "--max_steps", 3]
     words += ["--gradient_accumulation_steps", 2, "--max_completion_length", LONGEST, "--learning_rate", "2e-3"]
     run = watched(launch, "self_distill", model, *words, "--lmbda", 0.5, "--beta", 0.4, "--temperature", 0.7)
@@ -169,6 +170,7 @@ def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, mod
         tuple(prompt_ids(chat(question))): prompt_ids(chat(question, answer, question))
         for question, answer in zip(CHATS, ANSWERS, strict=True)
     }
+    shown[tuple(prompt_ids(longer[:-1]))] = prompt_ids([*longer, longer[-2]])
     for step, rollout in enumerate(rollouts):  # of the rows that have a question and its answer, and are not too long
         policy = run.policy(step)
         loss, logged = window_loss(policy, exact(model), rollout, 0.4, 0.7, shown)

@@ -1,10 +1,14 @@
 """The copies of train_grpo.py against float64: rollouts of older weights, groups drawn again, pairs that were just sampled."""
 
-from common.sampling import sample
+import json
+from types import SimpleNamespace
+
+from common.sampling import Sampled, sample
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from experiments.rollout_ahead import RolloutsAhead
 from tests.scripts.grpo_by_hand import Settings, answer_scores, chat_rows, check, check_rollouts, moved, run_grpo
 from tests.scripts.one_step import assert_step, exact
 
@@ -42,6 +46,15 @@ def test_a_step_of_grpo_ahead_is_that_of_the_formula(name, launch, tmp_path, mod
     rows = chat_rows(("any", "flat", "any", "any"))
     run = run_grpo(launch, tmp_path, "grpo_ahead", model, *flags, "--max_steps", steps, rows=rows)
     check_rollouts(run, settings, rollouts, steps)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rollouts_sampled_ahead_go_back_to_their_process(rank):
+    """Unless there are more, or fewer, of them now."""
+    mine, everyones = range(4 * rank, 4 * rank + 4), [Sampled([i], [-1.0], True) for i in range(8)]
+    rollouts = SimpleNamespace(_begun={}, prompts=lambda _: [None] * 8, mine=lambda: mine)
+    RolloutsAhead.restore(rollouts, 3, json.loads(json.dumps({"sampled_ahead": {3: everyones, 4: everyones[:4]}})))
+    assert list(rollouts._begun) == [3] and rollouts._begun[3].result() == [everyones[i] for i in mine]
 
 
 # --- dynamic sampling --------------------------------------------------------------------------------------------------

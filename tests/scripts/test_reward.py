@@ -1,5 +1,7 @@
 """experiments/train_reward.py against float64, and its classifier against transformers and as a reward of GRPO."""
 
+import copy
+
 from common.data import BadRow
 from common.errors import UserError
 from common.model import FlatModel
@@ -11,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from experiments.classifier import score_head
 from experiments.scored import number_of, up_to_the_score
+from experiments.train_reward import Args, encode
 from tests.conftest import read_metrics, train_metrics, write_rows
 from tests.scripts.one_step import PLAIN, exact, make_model
 from tests.scripts.texts import HELD_OUT_PAIRS, PAIRS, pair_rows, tokenizer
@@ -121,6 +124,10 @@ def test_the_last_token_without_padding_is_scored():
     assert scored([1] * 9 + [7]) == [1] * 9
     with pytest.raises(BadRow, match="more than max_length 9 tokens"):
         scored([1] * 10)
+    padded = copy.deepcopy(tokenizer())
+    padded.pad_token = "7"
+    pair = encode({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, padded, Args())
+    assert [padded.decode(side["input_ids"]) for side in pair] == ["1+1=2", "1+1=3"]  # and no end of a text
 
 
 def test_a_model_without_classifier_is_refused():

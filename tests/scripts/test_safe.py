@@ -1,15 +1,13 @@
 """What a run is given to read cannot take over: code of model folders, templates."""
 
-import ast
 import json
 import shutil
 
 from common.errors import UserError
 import pytest
 
-from tests.conftest import ROOT, SFT
+from tests.conftest import SFT
 
-SOURCES = [path for kind in ("train_*", "experiments/*", "common/**/*", "tools/*") for path in ROOT.glob(f"{kind}.py")]
 CUSTOM = """
 from pathlib import Path
 Path({marker!r}).write_text("it ran")
@@ -94,19 +92,3 @@ def test_a_chat_template_renders_in_a_sandbox(attack, launch, tmp_path):
             launch("sft", *SFT, "--model_name_or_path", tmp_path / "m")
         assert "unsafe" in str(refused.value) and "\n" not in str(refused.value)
     assert not marker.exists()
-
-
-def test_nothing_that_is_read_or_sampled_is_run():
-    """No eval, exec or compile, no shell, no pickle, no yaml of arbitrary objects in the scripts, in common and in tools."""
-    forbidden = {"eval", "exec", "compile", "__import__"}
-    dotted = {"os.system", "os.popen", "pickle.load", "pickle.loads", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
-    for path in SOURCES:
-        for call in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]:
-            name, where = ast.unparse(call.func), f"{path.name}:{call.lineno}"
-            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-            assert name not in forbidden | dotted and not name.startswith("subprocess."), f"{where}: {name}"
-            assert name != "torch.load" or keywords.get("weights_only") == "True", where
-            assert name not in ("np.load", "numpy.load") or keywords.get("allow_pickle", "False") == "False", where
-            assert keywords.get("trust_remote_code", "False") in ("False", "trust_remote_code", "args.trust_remote_code"), (
-                where
-            )

@@ -99,13 +99,15 @@ def turns_of(c):
 
 
 def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, flags, calling, completions, tmp_path):
-    """In float64, one sequence at a time; tokens of tools, and the framing that the template writes, are not trained."""
+    """In float64, one sequence at a time; tokens of tools, the framing that the template writes, and episodes that were cut
+    are not trained."""
     rewards = ["--reward_funcs", f"{tmp_path}/environments.py:rating", "--reward_weights", "0.5", "--max_steps", 1]
-    run = watched(launch, "tools", model, *flags, *rewards)
+    run = watched(launch, "tools", model, *flags, *rewards, "--mask_truncated_completions")
     policy, seen = run.policy(0), read_rows(tmp_path / "seen.jsonl")
     assert len(completions) == len(seen) == 16 and sum(c.calls for c in completions) > 6
     assert {len(turns_of(c)) for c in completions} >= {1, 3, 5}
-    loss, count = 0.0, sum(sum(c.sampled) for c in completions)
+    assert {c.finished for c in completions} == {True, False}
+    loss, count = 0.0, sum(sum(c.sampled) for c in completions if c.finished)
     for at, (c, s) in enumerate(zip(completions, seen, strict=True)):
         # The prompt, with what reset has added, which is the same for the completions of a prompt.
         assert c.prompt["prompt_ids"] == prompt_ids(c.prompt["prompt"])
@@ -135,7 +137,7 @@ def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, fl
         logps, mask = token_scores(policy, c.prompt["prompt_ids"] + c.ids)[0], torch.tensor(c.sampled)
         logps = logps[-len(c.ids) :] * mask
         torch.testing.assert_close(torch.tensor(c.logps, dtype=torch.float64), logps.detach(), atol=1e-4, rtol=0)
-        loss = loss - c.advantage * logps.sum() / count
+        loss = loss - c.finished * c.advantage * logps.sum() / count
     for first in range(0, 16, 4):
         group = torch.tensor([c.reward for c in completions[first : first + 4]], dtype=torch.float64)
         wanted = (group - group.mean()) / (group.std() + 1e-4)
@@ -144,7 +146,7 @@ def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, fl
     (row,) = run.rows
     assert row["tools/call_frequency"] == sum(c.calls for c in completions) / 16
     assert row["tools/failure_frequency"] == sum(c.failures for c in completions) / sum(c.calls for c in completions)
-    assert row["completions/mean_length"] == count / 16
+    assert row["completions/mean_length"] == sum(sum(c.sampled) for c in completions) / 16
     assert row["sampling/logp_difference"] < 1e-5
 
 
