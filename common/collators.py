@@ -222,6 +222,7 @@ class Window:
     @torch.no_grad()
     def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:
         """Add per-token fields to every sequence of this process: values(batch), (T,) by name, computed without gradients.
+        A prepared model and a `Reference` follow autocast by themselves.
 
         If memory runs out a micro-batch is processed in two halves, unless processes call a sharded model together.
         """
@@ -229,8 +230,7 @@ class Window:
         for atoms in waiting:  # grows during the loop
             batch = flat_batch(atoms, self._accelerator.device)
             try:
-                with self._accelerator.autocast():
-                    rows = {name: row.cpu() for name, row in values(batch).items()}
+                rows = {name: row.cpu() for name, row in values(batch).items()}
             except (RuntimeError, MemoryError) as error:
                 if not is_oom(error) or len(atoms) < 2 or self._accelerator.distributed_type in SHARDED:
                     raise

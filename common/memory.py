@@ -25,8 +25,7 @@ MESSAGES = (
     "not enough memory",
     "Cannot allocate memory",
     "std::bad_alloc",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
+    "_STATUS_ALLOC_FAILED",  # of cuBLAS, cuDNN
 )
 
 # On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.

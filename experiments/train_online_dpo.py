@@ -166,8 +166,6 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
-    if bool(reward.isnan().all()):
-        raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
     advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator)  # A_i
     for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
         completion.reward, completion.advantage = r, advantage

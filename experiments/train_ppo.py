@@ -150,8 +150,6 @@ def add_rewards(completions: list[Completion], weights: list[float]) -> None:
     table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
     reward = combine_rewards(per_function, weight)  # (C,)
-    if bool(reward.isnan().all()):
-        raise UserError("no reward function gave a number for any completion of this rollout (all returned None)")
     for completion, r in zip(completions, reward.tolist(), strict=True):
         completion.reward, completion.counted = r, completion.counted and not math.isnan(r)
 

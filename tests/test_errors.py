@@ -2,7 +2,7 @@
 
 import sys
 
-from common.errors import UserError, printable, quoted
+from common.errors import printable
 
 from tests.conftest import run_script
 
@@ -23,11 +23,6 @@ def test_a_message_holds_no_control_character_and_no_secret(monkeypatch):
     assert printable("\x1b[2J\u202e") == "\\x1b[2J\\u202e"
     monkeypatch.setattr("common.errors.SECRETS", ["https://h/T0K3N"])
     assert printable("posting to https://h/T0K3N failed") == "posting to (secret) failed"
-
-
-def test_a_user_error_is_one_line():
-    assert str(UserError("first\n line \nremedy")) == "first line remedy"
-    assert quoted(10**5_000) == "<int>" and len(quoted("y" * 500)) == 121
 
 
 def test_an_error_ends_the_process_after_its_last_words():

@@ -66,6 +66,7 @@ FAMILIES = TINY | {
         {**SIZE, **HEAD, "intermediate_size_mlp": 64, "attention_chunk_size": 5, "num_local_experts": 4}
         | {"num_experts_per_tok": 1},
     ),
+    "deepseek-v3": ("DeepseekV3Config", {**SIZE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2}),
     # Its layers choose four of the tokens before: among those of one prompt, sampled by itself.
     "deepseek-v32": (
         "DeepseekV32Config",

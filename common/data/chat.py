@@ -78,12 +78,12 @@ def assistant_spans(
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     turns = set(answers if turns is None else turns)
-    marks = special_tokens(tokenizer)
+    marks, given = special_tokens(tokenizer), (messages, tokenizer, tools)
     messages, tools = _hide([_without_flags(messages), tools], hidden_texts(tokenizer))
     text, marked = _apply_template(messages, tokenizer, tools)
     if marked is not None and len(marked) != len(answers):
         raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
-    if missing := leaves_out(text, messages, tokenizer, tools):
+    if missing := leaves_out(text, *given):
         without = "; without tools: --columns unused=tools" if missing == "tools" else ""
         raise BadRow(f"the chat template has no place for {missing} (one that has: --chat_template FILE.jinja{without})")
 
@@ -216,14 +216,14 @@ def _holds(written: str, message: Message, marks: list[str]) -> bool:
     """Whether the text of a turn ends with the message's words, ignoring white space, or contains its words and calls."""
     written = written.rstrip()
     written = written.removesuffix(next((mark for mark in marks if written.endswith(mark)), ""))
-    calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-    if not all(str(call.get("name", "")) in written for call in calls):
+    names = [str((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
+    if not all(name and written.count(name) >= names.count(name) for name in names):
         return False
     parts = (message["content"], message.get("reasoning_content") or "", written)
     said, thought, written = ("".join(part.split()) for part in parts)
     if thought not in written:
         return False
-    return said in written if calls else written.endswith(said)
+    return said in written if names else written.endswith(said)
 
 
 def _without_flags(messages: list[Message]) -> list[Message]:

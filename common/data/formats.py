@@ -5,6 +5,7 @@ prompt -> prompt and everything else for the rewards. Each row is recognised by 
 raises `BadRow` with the reason.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -265,11 +266,10 @@ def _messages(value: Any) -> list[Message]:
         calls = turn.get("tool_calls")
         if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
             calls, content = json.loads(content), ""
-            calls = [{"type": "function", "function": call} for call in (calls if isinstance(calls, list) else [calls])]
         message = {"role": ROLES[name], "content": unicode(content)}
         extras = ("reasoning_content", "name", "tool_call_id")
         message |= {key: turn[key] for key in extras if turn.get(key) is not None}
-        if calls:
+        if calls or name == "function_call":
             message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
         if not _is_trained(turn):
             message["train"] = False
@@ -298,13 +298,12 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: OpenAI's are JSON text, which chat templates would encode again."""
-    if call.get("function") is not None:
-        return call | {"function": _tool_call(call["function"])}
-    try:
-        return call | {"arguments": json.loads(call["arguments"])}
-    except (KeyError, TypeError, ValueError):  # missing, an object already, or invalid JSON
-        return call
+    """A tool call in OpenAI's form, but with its arguments as an object: as JSON text, chat templates would encode them
+    again."""
+    function = dict(call.get("function") or call)
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # missing, an object already, or invalid JSON
+        function["arguments"] = json.loads(function["arguments"])
+    return (call if "function" in call else {"type": "function"}) | {"function": function}
 
 
 def _answer(value: Any) -> list[Message]:

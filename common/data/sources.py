@@ -14,6 +14,7 @@ import json
 import math
 import os
 from pathlib import Path
+import re
 from typing import Any
 
 from common.args import CommonArgs
@@ -22,6 +23,7 @@ from common.errors import UserError
 from common.extras import extra
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
+HELD_OUT = re.compile(r"(^|[-_. ])(val|valid|validation|test|dev|eval)([-_. ]|$)", re.IGNORECASE)  # in names of files
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
@@ -117,8 +119,8 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         return source
     if flag == "dataset_name":
         return dataclasses.replace(source, split=args.dataset_train_split)
-    named = dataclasses.replace(source, split=args.dataset_eval_split)
-    return named if _has_split(named) else source
+    splits = [dataclasses.replace(source, split=split) for split in (args.dataset_eval_split, "test")]
+    return next((named for named in splits if _has_split(named)), source)
 
 
 def _labelled(sources: list[Source]) -> list[Source]:
@@ -200,8 +202,8 @@ def files_of(source: Source) -> list[Path] | None:
             return None
         files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
         ends = [(file, file.name.removeprefix(source.split)) for file in files]  # train.jsonl, train-1.csv, train_2.csv
-        named = [file for file, end in ends if end != file.name and not end[0].isalpha()]
-        others = any(file.name.startswith(("validation", "test", "dev")) for file in files)
+        named = [file for file, end in ends if end != file.name and not end[0].isalpha() and not HELD_OUT.search(end)]
+        others = any(HELD_OUT.search(file.name) for file in files)
         return files if not named and source.split == "train" and not others else named
     if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
         raise UserError(f"{source.path}: there is no such file or folder")

@@ -5,6 +5,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError, say
+from common.run.folder import checkpoint_at
 
 LOWER = ("loss", "perplexity")  # metrics whose name contains one of these are better when lower
 SUITE = "eval_regression/"  # the start of its metrics' names
@@ -23,7 +24,7 @@ class Best:
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if metric is None:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
-        self.patience, self.delta = patience, delta
+        self.patience, self.delta, self.output_dir = patience, delta, args.output_dir
         self.name, self.sign = _direction(metric)
         say(f"--save_best: the best checkpoint has the {'highest' if self.sign > 0 else 'lowest'} {self.name}")
         if self.name.startswith(SUITE) and not args.regression_suite:
@@ -74,6 +75,10 @@ class Best:
         say(f"step {step}: the run ends: {self.name} has not improved{least} in {self._waited} evaluations")
         return True
 
+    def of_exported(self, last: dict[str, float]) -> dict[str, float]:
+        """The last values of a run, with the evaluations of the exported model in place of the last ones."""
+        return {name: value for name, value in last.items() if not name.startswith("eval_")} | self.values
+
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
         known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
@@ -84,6 +89,9 @@ class Best:
         if (state.get("metric"), state.get("higher_is_better")) == (self.name, self.sign > 0):
             self.value, self.step, self.values = state["value"], state["step"], state.get("values", {})
             self._mark, self._waited = state["mark"], state["waited"]
+        if self.step and not checkpoint_at(self.output_dir, self.step).exists():
+            say(f"--save_best: checkpoint-{self.step}, so far the best, is not in {self.output_dir}: the search starts over")
+            self.value, self.step, self.values, self._mark = None, None, {}, None
 
 
 def _full(name: str) -> str:

@@ -17,6 +17,7 @@ other one of a process costs a forward pass without gradient.
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from common.args import CommonArgs
 from common.collators import Batch, Window
 from common.errors import UserError, say
 from common.memory import finest_dtype, to_device
+from common.model.attention import compute_dtype
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -206,8 +208,23 @@ def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
         known = getattr(config, "router_aux_loss_coef", None) or 0.0
         aux_coef = known if getattr(config, "output_router_logits", False) else 0.0
     layers = len(expert_modules(lm))
+    follow_autocast()
     say(f"experts: {size[0]} in each of {layers} layers, {size[1]} for each token; {aux_coef:g} · load-balancing loss")
     return Experts(lm, aux_coef)
+
+
+@functools.cache
+def follow_autocast() -> None:
+    """Let transformers' products of all experts at once follow autocast, which PyTorch's do not: in float32 a GPU has no
+    kernel for them, but one product after another, and waits for the host before each layer."""
+    from transformers.integrations import moe
+
+    stock = moe._grouped_mm
+
+    def grouped_mm(x: Tensor, weight: Tensor, *offsets: Tensor, **named: Tensor) -> Tensor:
+        return stock(x, weight.to(compute_dtype(weight)), *offsets, **named)  # which casts x
+
+    moe._grouped_mm = grouped_mm
 
 
 def _token_weights(batch: Batch) -> Tensor:

@@ -23,24 +23,28 @@ class Ragged:
     longest: tuple[int, int]  # the longest sequence, by own and by all tokens
     token_map: Tensor | None  # (F,) int64: see plan_flat_row; None: nothing is shared, F = T
 
-    def dtype(self, value: Tensor) -> torch.dtype | None:
+    def dtype(self, query: Tensor) -> torch.dtype | None:
         """The dtype that the kernel would compute in, or None if it cannot: it needs 16 bits and head sizes that are
         multiples of 8, up to 256 on GPUs with enough shared memory for the backward pass (A100, H100, B200), else up to
         192."""
-        dtype, largest = compute_dtype(value), 256 if capability(value.device) in ((8, 0), (9, 0), (10, 0)) else 192
-        return dtype if dtype in HALF and value.shape[-1] in range(8, largest + 1, 8) else None
+        dtype, largest = compute_dtype(query), 256 if capability(query.device) in ((8, 0), (9, 0), (10, 0)) else 192
+        return dtype if dtype in HALF and query.shape[-1] in range(8, largest + 1, 8) else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None) -> Tensor:
-        """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh).
+        """(T, H, Dh), (T, Hkv, Dh), (T, Hkv, Dv) -> (T, H, Dv), Dv up to Dh (latent attention has values of fewer numbers).
 
         For a sequence with fewer queries than keys, the kernel aligns them to its end. So a token of a shared prefix is a
         query only once.
         """
         if self.token_map is not None:
             k, v = (x.index_select(0, self.token_map) for x in (k, v))
+        Dv = v.shape[-1]
+        if Dv < q.shape[-1]:
+            v = torch.nn.functional.pad(v, (0, q.shape[-1] - Dv))
         window = (-1 if sliding_window is None else sliding_window - 1, 0)  # tokens visible before and after; -1: all
         options = {"enable_gqa": q.shape[1] != k.shape[1]} if TAKES_ENABLE_GQA else {}
-        return varlen_attn(q, k, v, self.own, self.full, *self.longest, scale=scaling, window_size=window, **options)
+        out = varlen_attn(q, k, v, self.own, self.full, *self.longest, scale=scaling, window_size=window, **options)
+        return out[..., :Dv]
 
 
 def plan(own: np.ndarray, lengths: np.ndarray, token_map: np.ndarray | None, device: torch.device) -> Ragged:

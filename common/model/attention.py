@@ -185,7 +185,7 @@ def flat_attention(
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H, Dh); x[0] has a gradient of zeros to fill
     plain = softcap is None and s_aux is None and dropout == 0
-    if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(v)) is not None:
+    if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(q)) is not None:
         return flat_row.ragged.attend(*(x.to(dtype) for x in (q, k, v)), scaling, sliding_window)[None], None
     settings = {"scale": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
     if flat_row.is_bucket:

@@ -17,6 +17,7 @@ from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, whole
 from common.run.folder import LINES, is_held, writing
+from common.sampling.rewards import text_of
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -199,7 +200,7 @@ class Metrics:
         shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
         say(f"[step {step}] eval: {shown}")
         for sample in samples[:show]:
-            say(f"    {quoted(_prompt_text(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
+            say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
         self.tell("on_log", step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluation does not count as training time
@@ -280,7 +281,3 @@ def _finite(row: dict[str, Any]) -> dict[str, Any]:
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     kept = {name: _finite(value) if isinstance(value, dict) else value for name, value in row.items()}
     return kept | dict.fromkeys(bad) | {"not_finite": bad} if bad else kept
-
-
-def _prompt_text(prompt: str | list[dict[str, Any]]) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]

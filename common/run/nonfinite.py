@@ -68,8 +68,7 @@ class NonFinite:
             sums = accelerator.gather(sums[None])  # (processes, weights)
             if (sums != sums[0]).any():
                 raise UserError(
-                    f"step {step}: the weights differ between the processes, and are not saved: the loop draws other random "
-                    f"numbers on each, or changes weights on one"
+                    f"step {step}: the weights differ between the processes (random numbers in the loop?), and are not saved"
                 )
 
     def _rows(self, window: Window) -> list[dict[str, Any]]:

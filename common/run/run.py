@@ -60,7 +60,7 @@ class Run:
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
         self.best = extra("best").Best(args) if args.save_best or args.early_stopping_patience else None
         self.parts: dict[str, Any] = {"best": self.best}  # None: without it
-        self.step = self.saved_step = 0
+        self.step = self.saved_step = self.unjudged = 0
         self.kept: dict[str, Any] = {}
         if args.alert_webhook:  # before anything is written: the address is a secret
             self.parts["alerts"] = extra("alerts").Alerts(args)
@@ -273,6 +273,10 @@ class Run:
         **more: float,
     ) -> None:
         """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and completions.jsonl."""
+        judged = not rewards or any(value is not None for completion in completions for value in completion.rewards)
+        self.unjudged = 0 if judged else self.unjudged + 1
+        if self.unjudged == 20:
+            raise UserError("no reward function gave a number in 20 rollouts in a row (all returned None)")
         if hasattr(completions[0], "advantage"):
             more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
         self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)
@@ -292,7 +296,7 @@ class Run:
             with writing(args.output_dir):
                 extra("hub").write_card(args, self.script, self.best_step)
             prune(args.output_dir, self.step, args.save_total_limit, self.best_step)  # what a kill has left
-        metrics.last |= self.best.values if best else {}  # those of the model that is exported
+        metrics.last = self.best.of_exported(metrics.last) if best else metrics.last
         both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)

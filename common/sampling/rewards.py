@@ -33,7 +33,7 @@ LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
-FORMULA = re.compile(r"[\\^√]|\d[A-Za-z]|/\s*\d")
+FORMULA = re.compile(r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|[A-Za-z]\s?[-+*/]\s?\d|\d\s?[-+*/]\s?[A-Za-z]")
 
 
 class Reward(NamedTuple):
@@ -134,7 +134,7 @@ def exact_number(
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer, strict=True):
         end = min((str(truth).rpartition(mark)[2] for mark in MARKS), key=len)  # all of it without a mark
-        text, end = (part.replace("−", "-") for part in (text_of(completion), end))
+        text, end = (part.replace("−", "-").replace("-$", "-") for part in (text_of(completion), end))
         wanted = final_number(end) if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end) else None
         found = number_after(text, mark) if mark else final_number(text)
         scores.append(None if wanted is None else float(found == wanted))
@@ -168,7 +168,7 @@ def length(limit: str) -> Callable[..., list[float]]:
 
 def final_number(text: str) -> float | None:
     """The final number of a text, or None."""
-    for mark in MARKS:
+    for mark in sorted(MARKS, key=text.rfind, reverse=True):
         if (found := number_after(text, mark)) is not None:
             return found
     numbers = NUMBER.findall(text)

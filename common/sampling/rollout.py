@@ -103,7 +103,7 @@ def rollout_metrics(
         if len(values):
             logged[f"rewards/{function.name}/mean"] = values.mean().item()
             logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
-    return logged
+    return {name: value for name, value in logged.items() if not math.isnan(value)}  # no reward: all functions abstained
 
 
 def rollout_lines(step: int, completions: Sequence[Any], rewards: list[Reward]) -> list[dict[str, Any]]:

@@ -34,6 +34,7 @@ def process(rank=0, world=1, accumulation=1):
 
 
 def write(path, text):
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return str(path)
 

@@ -186,7 +186,7 @@ def test_a_hub_dataset_is_read_from_any_cursor(hub, streaming):
         "org/numbers", dataset_config="small", dataset_streaming=streaming, eval_dataset_name=["org/numbers"]
     )
     assert train[0].streaming == streaming and train[0].label == "numbers"
-    assert evaluation[0].split == "train"  # it has no split validation
+    assert evaluation[0].split == "test"  # it has no split validation
     everything = list(read_rows(train[0]))
     assert ("org/numbers", "small", "train", streaming) in hub and bool(identity(train[0])["fingerprint"]) is not streaming
     assert [row.where for row, _ in everything] == [f"org/numbers row {i}" for i in range(1, 6)]

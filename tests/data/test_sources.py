@@ -82,12 +82,14 @@ def test_an_evaluation_dataset_is_its_split_or_whole(tmp_path):
     folder.mkdir()
     numbered(folder / "train.jsonl", 1)
     numbered(folder / "validation.jsonl", 2)
+    numbered(tmp_path / "two" / "test.jsonl", 1), numbered(tmp_path / "two" / "train.jsonl", 5)
     a, b = numbered(tmp_path / "a.jsonl", 3), {"path": str(folder), "split": "train", "max_samples": 1}
-    evaluation = found(a, eval_dataset_name=[str(folder), a, json.dumps(b)], max_eval_samples=2)[1]
+    evaluation = found(a, eval_dataset_name=[str(folder), a, json.dumps(b), str(tmp_path / "two")], max_eval_samples=2)[1]
     assert [(s.label, s.split, s.max_samples, len(columns(s))) for s in evaluation] == [
         ("folder", "validation", 2, 2),
         ("a", "train", 2, 2),
         ("folder-2", "train", 1, 1),
+        ("two", "test", 2, 1),
     ]
 
 
@@ -223,7 +225,12 @@ def test_files_of_a_split_are_all_read(tmp_path):
     """As the datasets library names them; and none of another split."""
     for number, name in enumerate(["train", "train-1", "train_2", "train.3", "train4", "training", "validation", "test_1"]):
         jsonl(tmp_path / f"{name}.jsonl", [{"text": str(number)}])
+    jsonl(tmp_path / "train_eval.jsonl", [{"text": "held out"}])
     assert sorted(row["text"] for row in load_rows(str(tmp_path))) == ["0", "1", "2", "3", "4"]
+    for name in ("chats.jsonl", "chats-Val.jsonl"):  # which of them is for training?
+        jsonl(tmp_path / "other" / name, [CHAT])
+    with pytest.raises(UserError, match="no file for split train"):
+        load_rows(str(tmp_path / "other"))
 
 
 # --- bad rows: left out, counted, named ------------------------------------------------------------------------------

@@ -185,8 +185,9 @@ def test_what_a_template_leaves_out_is_refused():
     tools = [{"type": "function", "function": {"name": "search_recipes", "parameters": {}}}]
     for name in ("search_recipes", CHAT[0]["content"].split()[0]):  # also one that is a word of the chat
         tools[0]["function"]["name"] = name
-        with pytest.raises(BadRow, match="no place for tools .*--columns unused=tools"):
-            tokenize_messages(CHAT, make_tokenizer(CHATML), tools=tools)
+        for chat in (CHAT, [{"role": "user", "content": "What does <|im_end|> mean?"}, *CHAT[1:]]):
+            with pytest.raises(BadRow, match="no place for tools .*--columns unused=tools"):
+                tokenize_messages(chat, make_tokenizer(CHATML), tools=tools)
 
 
 def test_a_chat_may_start_with_marked_answers():

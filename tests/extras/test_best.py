@@ -8,10 +8,9 @@ from common.extras.best import Best
 import pytest
 
 
-def best_by(metric, patience=0, delta=0.0, eval_steps=1):
-    return Best(
-        CommonArgs(save_best=metric, early_stopping_patience=patience, early_stopping_delta=delta, eval_steps=eval_steps)
-    )
+def best_by(metric, patience=0, delta=0.0, eval_steps=1, **more):
+    names = {"save_best": metric, "early_stopping_patience": patience, "early_stopping_delta": delta}
+    return Best(CommonArgs(**names, eval_steps=eval_steps, **more))
 
 
 def test_the_direction_of_a_metric_is_known_or_asked_for():
@@ -32,17 +31,20 @@ def test_the_direction_of_a_metric_is_known_or_asked_for():
         best_by("eval_loss", eval_steps=0)
 
 
-def test_the_best_evaluation_and_the_end_of_patience():
-    """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4."""
+def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
+    """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4. Where the best checkpoint is gone, the search starts over."""
     best = best_by("eval_loss", patience=3, delta=0.1)
     best.update(0, {"eval_loss": 1.0})  # before training: no candidate
     found = []
     for step, value in [(10, 5.0), (20, 4.0), (30, 4.5), (40, float("nan")), (50, 3.95)]:
         is_best = best.update(step, {"eval_loss": value})
         found.append((best.step, is_best, best.stops(step)))
-        again = best_by("eval_loss", patience=3, delta=0.1)
-        again.restore(0, json.loads(json.dumps(best.state(0))))
-        assert vars(again) | {"_before": 0} == vars(best) | {"_before": 0}
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        own = {"_before": 0, "output_dir": ""}
+        for folder, left in ((tmp_path, best.step), (tmp_path / "another", None)):
+            again = best_by("eval_loss", patience=3, delta=0.1, output_dir=str(folder))
+            again.restore(0, json.loads(json.dumps(best.state(0))))
+            assert again.step == left and (left is None or vars(again) | own == vars(best) | own)
     assert found == [
         (10, True, False),
         (20, True, False),
@@ -52,9 +54,11 @@ def test_the_best_evaluation_and_the_end_of_patience():
     ]
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
-    other = best_by("max:eval_loss")
+    other = best_by("max:eval_loss", output_dir=str(tmp_path))
     other.restore(0, best.state(0))
     assert other.step is None
+    last = {"loss": 1, "eval_loss": 9, "eval_regression/all": 1}  # the latter by another model than the best one
+    assert best.of_exported(last) == {"loss": 1, "eval_loss": 4.0}
     of_suite = Best(CommonArgs(save_best="eval_regression/all", regression_suite="suite.jsonl"))
     short = best_by("loss")  # as the console prints it
     assert short.name == "eval_loss" and short.update(10, {"eval_loss": 2.0}) and short.update(20, {"loss": 1.0})

@@ -4,7 +4,7 @@ import copy
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.collators import Window
+from common.collators import Window, flat_batch
 from common.errors import UserError
 from common.extras.experts import Experts, add_experts, routing_size
 from common.extras.mfu import flops_per_token
@@ -219,3 +219,17 @@ def test_a_new_mixture_counts_a_tokens_experts():
     with pytest.raises(UserError, match="--num_experts_per_tok 3: there are only 2"):
         llama_config(Words(), **NEW, num_experts=2, num_experts_per_tok=3)
     assert mixture.lm.config.rope_parameters == dense.lm.config.rope_parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_of_experts_follow_autocast(dtype, monkeypatch):
+    """In float32 a GPU has no kernel for all of them at once. Weights and gradients stay float32."""
+    model, seen, grouped_mm = wrap(tiny_lm("mixtral")), set(), torch.nn.functional.grouped_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda x, w, **k: seen.add((x.dtype, w.dtype)) or grouped_mm(x, w, **k)
+    )
+    assert add_experts(CommonArgs(), model.lm)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
+        logps = model(flat_batch(examples(), torch.device("cpu"))).logps
+    logps.sum().backward()
+    assert seen == {(dtype, dtype)} and {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}

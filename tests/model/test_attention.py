@@ -208,7 +208,7 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
     assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
     for longest, borders in ((max_q, cu_seq_q), (max_k, cu_seq_k)):
         assert longest == int(borders.diff().max()) and type(longest) is int
-    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert enable_gqa == (query.shape[1] != key.shape[1]) and query.shape[-1] == key.shape[-1] == value.shape[-1]
     outputs = []
     lengths = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
     for q, k, v in zip(query.split(lengths[0]), *(x.split(lengths[1]) for x in (key, value)), strict=True):
@@ -223,7 +223,7 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "mistral", "deepseek-v3"])
 def test_the_varlen_kernel_gets_the_same_attention(kind, sharing, monkeypatch):
     examples = ROWS["two groups and what stands between them"][0]
     if not sharing:

@@ -76,7 +76,12 @@ CHAT = [{"role": "user", "content": "q"}]
         *(
             ("2", truth, None)
             for truth in ("1/2", r"\frac{1}{2}", r"\boxed{\sqrt{2}}", "2^3", "x/2", "2:30", "1e2", "2x", "1 or 2")
+            + ("x + 2", "2*x", "2π", "2²")
         ),
+        ("#### Step 2: so\nit is \\boxed{7}", "7", 1),  # the last mark, of whatever kind
+        ("Answer: 3+4=7, so \\boxed{7}", "7", 1),
+        ("5", "-$5", 0),
+        ("-$5", "-5", 1),
     ],
 )
 def test_exact_number_compares_the_final_number(completion, answer, wanted):

@@ -52,7 +52,7 @@ TABLE = [
     ("grpo", f"{ONE} rewards.py:fails", "fails"),
     ("grpo", f"{ONE} rewards.py:short", "short"),
     ("grpo", f"{ONE} rewards.py:nan", "nan"),
-    ("grpo", f"{ONE} rewards.py:none", "None"),
+    ("grpo", f"{ONE} rewards.py:none --max_steps 30", "None"),
     ("grpo", f"{ONE} rewards.py:absent", "absent"),
     ("online_dpo", "--num_generations 4", "--num_generations"),
     ("online_dpo", "--beta 0", "--beta"),

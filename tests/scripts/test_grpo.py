@@ -22,7 +22,7 @@ from tests.scripts.grpo_by_hand import (
     run_grpo,
     text_rows,
 )
-from tests.scripts.one_step import DROPOUT, assert_metrics, exact, logits_of, make_model, watched
+from tests.scripts.one_step import DROPOUT, assert_metrics, exact, logits_of, make_model, norm, watched
 from tests.scripts.texts import chat, prompt_ids
 
 
@@ -99,6 +99,15 @@ def test_what_was_cut_or_not_rewarded_weighs_as_in_trl(loss_type, beta, grpo, mo
     assert any(c.rewards == [None] and c.finished for c in rollout)
     assert any(c.rewards != [None] and not c.finished for c in rollout)
     check(run, settings)
+
+
+def test_a_rollout_that_no_function_judges_has_no_gradient(grpo, model):
+    flags, _ = Settings.flags(per_device_train_batch_size=4)
+    run = grpo(model, *flags, "--max_steps", 4, rows=chat_rows(("dumb", "any", "dumb", "any")), rewards=("picky",))
+    for row, rollout, gradient in zip(run.rows, run.rollouts, run.grads, strict=True):
+        judged = any(c.rewards != [None] for c in rollout)
+        assert ("reward" in row) == judged and row["frac_idle_rollouts"] == (norm(gradient) == 0) == (not judged)
+    assert sorted("reward" in row for row in run.rows) == [False, False, True, True]
 
 
 def test_functions_count_by_their_weights(grpo, model):

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.scale import traffic_table
 from tests.conftest import (
     EXPERIMENTS,
     ROOT,
@@ -261,10 +260,6 @@ def test_the_rows_of_the_data_page_are_read():
     readers = [as_text, as_chat, as_chat, as_chat, as_chat, as_preference, as_preference, as_prompt]
     read = [str(reader(Row(row))) for row, reader in zip(rows, readers, strict=True)]
     assert all("7" in text or "fox" in text for text in read) and all("8" in text for text in read[5:7])
-
-
-def test_the_bytes_of_the_page_are_those_of_the_function():
-    assert traffic_table() in page("docs/parallel.md")
 
 
 def test_the_five_lines_of_transformers_answer(local, capsys):
