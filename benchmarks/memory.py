@@ -2,20 +2,27 @@
 
     python benchmarks/memory.py                      # seconds for each model; no weights, no GPU, no network
     python benchmarks/memory.py --tokens 16384
+    python benchmarks/memory.py --measure            # on a GPU, or on benchmarks/standin: the peak of a step of two micro-batches
 
 The models have the sizes of their config.json on the Hub. Their weights are reserved and never written, so that they take no
 memory. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits for the scale of 64 weights.
 """
 
 import argparse
+import gc
 from pathlib import Path
 import sys
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.args import CommonArgs
+from common.collators import flat_batch
+from common.data import whole
 from common.extras.dry_run import GIB, estimate, nbytes
+from common.model import make_optimizer
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
+import numpy as np
 from peft import LoraConfig, get_peft_model
 import torch
 import transformers
@@ -37,7 +44,7 @@ WAYS = {  # what is said on the command line, and the precision of the weights t
 }
 
 
-def make(name: str, dtype: torch.dtype) -> torch.nn.Module:
+def make(name: str, dtype: torch.dtype, device: str) -> torch.nn.Module:
     hidden, mlp, layers, heads, kv_heads, vocabulary, tied = SIZES[name]
     cls = transformers.LlamaConfig if name.startswith("Llama") else transformers.Qwen2Config
     config = cls(
@@ -52,36 +59,66 @@ def make(name: str, dtype: torch.dtype) -> torch.nn.Module:
     )
     with torch.device("meta"):
         lm = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-    lm.to_empty(device="cpu").tie_weights()
+    lm.to_empty(device=device).tie_weights()
     return lm
 
 
-def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], trained: float) -> float:
+def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], measure: bool) -> float:
     """GiB."""
     register()
-    lm = make(name, dtype)
+    lm = make(name, dtype, "cuda" if measure else "cpu")
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.set_attn_implementation(FLAT)
     if "LoRA" in way:
         lm = get_peft_model(lm, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
         lm.enable_input_require_grads()
-    options = {"mixed_precision": "bf16", "optim": "adamw_8bit" if "8bit" in way else "adamw"}
-    needed = estimate(FlatModel(lm), lengths, trained, device=torch.device("cuda"), **options)["total"]
+    optim = "adamw_8bit" if "8bit" in way else "adamw"
+    if measure:
+        return peak(FlatModel(lm).train(), lengths, optim)
+    needed = estimate(
+        FlatModel(lm), lengths, mixed_precision="bf16", accumulation=2, optim=optim, device=torch.device("cuda")
+    )["total"]
     if "QLoRA" in way:
         blocks = [m.base_layer.weight for m in base_lm(lm).modules() if hasattr(m, "lora_A")]
         needed -= (nbytes(blocks) - sum(w.numel() for w in blocks) * (4 + 8 / 64) / 8) / GIB
     return needed
 
 
+def peak(model: FlatModel, lengths: list[int], optim: str) -> float:
+    """GiB that the allocator has held at once in two steps of two micro-batches."""
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = make_optimizer(CommonArgs(optim=optim), model)
+    batch = flat_batch([[whole(np.arange(n))] for n in lengths], torch.device("cuda"))
+    for step in range(4):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(batch, nll_weights=batch["loss_mask"]).nll
+        loss.backward()
+        del loss
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated() / GIB
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, in sequences of 1,024")
     parser.add_argument("--only", nargs="+", default=list(SIZES))
+    parser.add_argument("--measure", action="store_true", help="on a GPU; what does not fit, and QLoRA, is left out")
     args = parser.parse_args()
     lengths = [1024] * max(1, args.tokens // 1024)
     first = True
     for name in args.only:
-        found = {way: total(name, way, dtype, lengths, 0.5) for way, dtype in WAYS.items()}
+        found = {}
+        for way, dtype in WAYS.items():
+            try:
+                found[way] = (
+                    float("nan") if args.measure and "QLoRA" in way else total(name, way, dtype, lengths, args.measure)
+                )
+            except torch.OutOfMemoryError:
+                found[way] = float("nan")
+            gc.collect()  # a model and its parts know each other
+            torch.cuda.empty_cache()
         if first:
             print(f"| model | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
             first = False
