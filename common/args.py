@@ -90,7 +90,7 @@ class DataArgs:
     dataset_name: list[str] | None = arg(help="Hub names, files (json, jsonl, parquet, csv, txt) or folders", is_path=True)
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
-    dataset_eval_split: str = arg("validation", help="split to evaluate on, else test", may_change="evaluation")
+    dataset_eval_split: str = arg("validation", help="split to evaluate on", may_change="evaluation")
     dataset_weights: list[float] | None = arg(
         help="shares of the sources; unset: each row once per epoch", within="(0, inf)"
     )

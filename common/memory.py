@@ -21,9 +21,8 @@ WITHOUT_FLOAT64 = ("mps",)
 # Messages of out-of-memory errors without their own exception class: CUDA and its libraries, MPS, the CPU's allocators.
 MESSAGES = (
     "out of memory",
-    "can't allocate memory",
     "not enough memory",
-    "Cannot allocate memory",
+    "allocate memory",  # can't, cannot, failed to
     "std::bad_alloc",
     "_STATUS_ALLOC_FAILED",  # of cuBLAS, cuDNN
 )

@@ -23,7 +23,9 @@ from common.errors import UserError
 from common.extras import extra
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
-HELD_OUT = re.compile(r"(^|[-_. ])(val|valid|validation|test|dev|eval)([-_. ]|$)", re.IGNORECASE)  # in names of files
+HELD_OUT = re.compile(
+    r"(^|[^a-z])(val|valid|validation|tests?|testing|dev|eval)([^a-z]|$)", re.IGNORECASE
+)  # of a file's name
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
@@ -201,10 +203,12 @@ def files_of(source: Source) -> list[Path] | None:
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
         files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
-        ends = [(file, file.name.removeprefix(source.split)) for file in files]  # train.jsonl, train-1.csv, train_2.csv
-        named = [file for file, end in ends if end != file.name and not end[0].isalpha() and not HELD_OUT.search(end)]
-        others = any(HELD_OUT.search(file.name) for file in files)
-        return files if not named and source.split == "train" and not others else named
+        # train.jsonl, train-1.csv, train_2.csv
+        named = [f for f in files if (end := f.name.removeprefix(source.split)) != f.name and not end[0].isalpha()]
+        held_out = [file for file in files if HELD_OUT.search(file.name)]
+        if source.split == "train":  # where all files are alike, the folder is what was asked for
+            named = [file for file in named if file not in held_out] or ([] if 0 < len(held_out) < len(files) else files)
+        return named
     if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
         raise UserError(f"{source.path}: there is no such file or folder")
     return None

@@ -77,7 +77,8 @@ class Best:
 
     def of_exported(self, last: dict[str, float]) -> dict[str, float]:
         """The last values of a run, with the evaluations of the exported model in place of the last ones."""
-        return {name: value for name, value in last.items() if not name.startswith("eval_")} | self.values
+        is_last = last.get("step") == self.step
+        return {name: value for name, value in last.items() if is_last or not name.startswith("eval_")} | self.values
 
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
@@ -91,7 +92,7 @@ class Best:
             self._mark, self._waited = state["mark"], state["waited"]
         if self.step and not checkpoint_at(self.output_dir, self.step).exists():
             say(f"--save_best: checkpoint-{self.step}, so far the best, is not in {self.output_dir}: the search starts over")
-            self.value, self.step, self.values, self._mark = None, None, {}, None
+            self.value, self.step, self.values, self._mark, self._waited = None, None, {}, None, 0
 
 
 def _full(name: str) -> str:

@@ -61,11 +61,10 @@ class RolloutSchedule:
 
     def plan(self) -> dict[str, Any]:
         """Like Windows.plan, with prompts as examples."""
-        mean = self.train.lengths.mean() + self._max_completion_length
         return {
             "steps": len(self),
             "examples_per_step": self.num_prompts / self.updates_per_rollout,
-            "tokens_per_step": round(self.window_size * mean),
+            "tokens_per_step": round(self.window_size * (self.train.lengths.mean() + self._max_completion_length)),
             "steps_per_epoch": math.ceil(len(self.train) / self.num_prompts) * self.updates_per_rollout,
             "largest_micro_batch": self._largest_micro_batch,
         }
@@ -93,9 +92,8 @@ def rollout_metrics(
         "completions/min_length": counts.min().item(),
         "completions/max_length": counts.max().item(),
         "completions/clipped_ratio": (~finished).double().mean().item(),
+        "completions/mean_terminated_length": counts[finished].mean().item(),
     }
-    if finished.any():
-        logged["completions/mean_terminated_length"] = counts[finished].mean().item()
     if left_out := sum(not getattr(completion, "counted", True) for completion in completions):
         logged["completions/left_out_ratio"] = left_out / len(completions)
     for f, function in enumerate(rewards):
@@ -103,7 +101,7 @@ def rollout_metrics(
         if len(values):
             logged[f"rewards/{function.name}/mean"] = values.mean().item()
             logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
-    return {name: value for name, value in logged.items() if not math.isnan(value)}  # no reward: all functions abstained
+    return {name: value for name, value in logged.items() if not math.isnan(value)}  # of none: no reward, none finished
 
 
 def rollout_lines(step: int, completions: Sequence[Any], rewards: list[Reward]) -> list[dict[str, Any]]:

@@ -227,7 +227,7 @@ def test_files_of_a_split_are_all_read(tmp_path):
         jsonl(tmp_path / f"{name}.jsonl", [{"text": str(number)}])
     jsonl(tmp_path / "train_eval.jsonl", [{"text": "held out"}])
     assert sorted(row["text"] for row in load_rows(str(tmp_path))) == ["0", "1", "2", "3", "4"]
-    for name in ("chats.jsonl", "chats-Val.jsonl"):  # which of them is for training?
+    for name in ("chats.jsonl", "chats-Val1.jsonl"):  # which of them is for training?
         jsonl(tmp_path / "other" / name, [CHAT])
     with pytest.raises(UserError, match="no file for split train"):
         load_rows(str(tmp_path / "other"))

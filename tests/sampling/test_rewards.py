@@ -81,7 +81,7 @@ CHAT = [{"role": "user", "content": "q"}]
         ("#### Step 2: so\nit is \\boxed{7}", "7", 1),  # the last mark, of whatever kind
         ("Answer: 3+4=7, so \\boxed{7}", "7", 1),
         ("5", "-$5", 0),
-        ("-$5", "-5", 1),
+        ("-$5", "The answer is -5", 1),
     ],
 )
 def test_exact_number_compares_the_final_number(completion, answer, wanted):
