@@ -146,7 +146,8 @@ def _labelled(sources: list[Source]) -> list[Source]:
 def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
     """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
-    Folders: the files named after the split, or, for train, all files. Raises UserError if something cannot be read, and at
+    Folders: the files named after the split; for train, if there are none, all files, unless the names of some say that they
+    are held out (val, test, ...). Raises UserError if something cannot be read, and at
     the end for a source without rows.
     """
     first, at, given = cursor or [0, 0, 0]
