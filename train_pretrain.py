@@ -26,7 +26,7 @@ from common.collators import Window, Windows
 from common.command_line import launch
 from common.data import Row, Tokenizer, as_text, chunk, load_data, pack
 from common.errors import UserError
-from common.evaluate import bytes_per_token, complete_prompts, evaluate_nll, load_eval_prompts, unigram_perplexity
+from common.evaluate import bytes_per_token, complete_prompts, evaluate_nll, load_eval_prompts
 from common.extras import extra
 from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.run import Run
@@ -50,7 +50,7 @@ class Args(CommonArgs):
     )
     vocab_size: int = arg(8192, help="of a new byte-level BPE tokenizer", within="[1, 1e7]", needs=NEW_TOKENIZER)
     # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
-    config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
+    config_name: str | None = arg(None, help="Hub name or folder with a config.json")
     hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]", needs=NEW)
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]", needs=NEW)
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]", needs=NEW)
@@ -123,7 +123,6 @@ def main(args: Args) -> None:
         train, held_out = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
         train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
-    baseline = unigram_perplexity(train, held_out, len(tokenizer))
     token_bytes = bytes_per_token(held_out, tokenizer)
 
     # --- model -------------------------------------------------------------------------------------------------------
@@ -152,8 +151,7 @@ def main(args: Args) -> None:
     for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
-            if baseline:
-                values["eval_times_below_unigram"] = baseline / values["eval_perplexity"]
+            if values:
                 values["eval_bits_per_byte"] = values["eval_loss"] / math.log(2) / token_bytes
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)

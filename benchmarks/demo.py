@@ -54,7 +54,6 @@ def table(results: list[dict]) -> str:
     shown = {
         "pretrain": {
             "eval_perplexity": "perplexity",
-            "eval_times_below_unigram": "times below unigram",
             "eval_exact_number": "right, working forced",
         },
         "sft": {"eval_exact_number": "right answers"},

@@ -5,7 +5,7 @@ import os
 import time
 
 # OpenMP's threads wait for each other spinning, by default for 3 ms: beside other busy processes most of the time is lost.
-# Read when torch is loaded; scripts import common before it, as the alphabet has it. Figures: benchmarks/LOG.md.
+# Read when torch is loaded; scripts import common before it. Figures: benchmarks/LOG.md.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 # Row lengths vary from step to step: without this, CUDA's memory falls to pieces that fit none of them.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

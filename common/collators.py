@@ -207,9 +207,6 @@ class Window:
         """
         self._require_all("total")
         found = [sequence for example in self.examples for sequence in example[sequences]]
-        for field in fields:
-            if found and field not in found[0]:
-                raise ValueError(f"window.total: the sequences have no field {field}; they have {', '.join(found[0])}")
         if found and fields == ("loss_mask",):  # in one step: a thousand processes have ten thousand sequences
             return float(np.concatenate([sequence["loss_mask"][1:] for sequence in found]).sum(dtype=np.float64))
 
@@ -280,7 +277,7 @@ class Windows:
         self._indivisible = indivisible
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches per window
         self.size = self._batch_size * self._parts
-        # It determines which examples have been used after a number of steps.
+        # In a checkpoint: with another one, other examples have been used after a number of steps.
         self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
         if args.max_steps <= 0:
             self.end = max(1, round(args.num_train_epochs * len(train)))

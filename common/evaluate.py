@@ -19,7 +19,7 @@ from common.data.examples import Examples
 from common.data.formats import as_prompt
 from common.data.load import Rows
 from common.data.order import Shuffled
-from common.data.sources import load_rows, read_rows
+from common.data.sources import Source, load_rows, read_rows
 from common.data.tokens import tokenize_row
 from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError
@@ -108,23 +108,6 @@ def evaluate_means(
     return means
 
 
-def unigram_perplexity(train: Shuffled, held_out: Examples, vocab_size: int) -> float | None:
-    """Perplexity on the held-out rows of a model that knows only token frequencies: a baseline to beat. None without
-    held-out rows."""
-    if not len(held_out):
-        return None
-
-    def count(examples: Examples) -> np.ndarray:  # the first token of a sequence is not a target
-        counts = np.zeros(vocab_size, np.int64)
-        for i in range(len(examples)):
-            for sequence in examples[i]:
-                np.add.at(counts, sequence["input_ids"][1:], 1)
-        return counts
-
-    smoothed, scored = count(train.examples) + 1, count(held_out)
-    return math.exp(-(np.log(smoothed / smoothed.sum()) * scored).sum() / scored.sum())
-
-
 def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
     """UTF-8 bytes of the held-out text for each of its tokens that is predicted (all but the first of a sequence; special
     ones stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0 without held-out rows."""
@@ -166,7 +149,8 @@ def load_eval_prompts(
         def ids_of(row: Row) -> dict[str, Any]:
             return encode(row, tokenizer, args) if encode else tokenize_row(as_prompt(row), tokenizer)
 
-        return EvalPrompts(convert(load_rows(args.eval_prompts), ids_of, "prompts of --eval_prompts")[0], *scoring)
+        rows = load_rows(Source(args.eval_prompts, columns=tuple(args.columns or ())))
+        return EvalPrompts(convert(rows, ids_of, "prompts of --eval_prompts")[0], *scoring)
     if isinstance(held_out, Rows):
         return EvalPrompts([held_out[i] for i in range(len(held_out))], *scoring)
     rows = []

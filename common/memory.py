@@ -68,12 +68,13 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     return max(least, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
 
 
-def relieve(device: torch.device, above: float = 0.9) -> bool:
-    """Empty the allocator's caches if more than this share of the memory is used. Returns whether that was so.
-
-    CUDA's allocator does it by itself when necessary; emptied at each log line, its blocks would have to be allocated again.
+def relieve(device: torch.device, above: float | None = None) -> bool:
+    """Empty the allocator's caches if they and the tensors take more than this share of the memory; None: 0.9, but never on
+    CUDA, whose allocator does it when necessary, and would have to allocate its blocks again. Returns whether that was so.
     """
-    if device.type == "cuda" or (now := memory(device)).current <= above * now.limit:
+    now, is_cuda = memory(device), device.type == "cuda"
+    used = torch.cuda.memory_reserved(device) / GIB if is_cuda else now.current
+    if (is_cuda and above is None) or used <= (above or 0.9) * now.limit:
         return False
     empty_caches(device)
     return True

@@ -99,7 +99,6 @@ def test_numbers_outside_of_their_range_are_refused(script):
     ("within", "inside"),
     [
         ("[0, 1)", [0, 0.5]),
-        ("(0, 1]", [0.5, 1]),
         ("-1 or [1, 1e12]", [-1, 1, 7]),
         ("(-inf, inf)", [-1, 0, 0.5, 1, 7, 1e308]),
         ("[0, inf)", [0, 0.5, 1, 7, 1e308]),
@@ -118,12 +117,10 @@ def test_intervals_are_those_of_mathematics(within, inside):
     [
         ("--word=--x=1", "word", "--x=1"),
         ("--word ", "word", ""),
-        ("--count -1", "count", -1),
         ("--rate -1e-3", "rate", -1e-3),
         ("--off=True", "off", True),
         ("--on false", "on", False),
         ("--maybe", "maybe", True),
-        ("--level 2", "level", 2),
         ("--words c d --word a", "words", ["c", "d"]),
         ("--rates 1 -2.5E+1 -.5", "rates", [1.0, -25.0, -0.5]),
     ],

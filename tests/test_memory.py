@@ -63,6 +63,14 @@ def test_caches_are_emptied_above_the_threshold():
     assert relieve(CPU, above=0.5 * share) and not relieve(CPU, above=min(1.0, 2 * share))
 
 
+def test_on_cuda_caches_count_and_are_emptied_only_if_asked(monkeypatch):
+    found = {"mem_get_info": (0, 100), "memory_allocated": 40, "max_memory_allocated": 95, "memory_reserved": 95}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert [relieve(torch.device("cuda"), above) for above in (None, 0.9, 0.96)] == [False, True, False]
+
+
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc only")
 def test_emptying_gives_memory_back_to_the_system():
     blocks = [torch.ones(2**12) for _ in range(2**14)]  # 256 MB, each below the size that is mapped by itself

@@ -25,12 +25,12 @@ from common.extras.report import (
     last_of,
     lines,
     points_of,
-    read,
     scores_of,
     settings_of,
     state_of,
     write_page,
 )
+from common.run.folder import read_args, read_json
 
 from tools import as_command
 
@@ -176,10 +176,10 @@ def brief(folder: Path) -> Row:
     events, points = list(lines(folder / "events.jsonl")), points_of(folder)
     begun = next((event for event in reversed(events) if event.get("script")), {"script": "?"})
     script = Path(str(begun["script"])).name
-    state = true_state(state_of(events, read(folder / "summary.json")), folder)
+    state = true_state(state_of(events, read_json(folder / "summary.json")), folder)
     copy = folder / script
     code = hashlib.sha256(copy.read_bytes()).hexdigest()[:6] if copy.is_file() else ""
-    settings = [*settings_of(read(folder / "args.yaml"), begun), {"rows": [["code", code, False]]}]
+    settings = [*settings_of(read_args(folder), begun), {"rows": [["code", code, False]]}]
     return {
         "script": script,
         "settings": settings,

@@ -200,8 +200,9 @@ class Encoded(NamedTuple):
     rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     layout: Layout | None  # of every example; None: there are none
-    fields: dict[str, np.ndarray]  # (T,) or (S,) by the layout: input_ids uint16 (uint32 for large vocabularies), loss_mask
-    # uint8 (1 where trained), others int64 or float32; none without examples
+    # (T,) or (S,) by the layout: input_ids uint16 (uint32 for large vocabularies), loss_mask uint8 (1 where trained), others
+    # int64 or float32; none without examples
+    fields: dict[str, np.ndarray]
     account: Account
     read: set[str]  # names of the arguments that encode read
     code: dict[str, str]  # {path: hash} of the user's code, if something was imported meanwhile

@@ -5,7 +5,6 @@ prompt -> prompt and everything else for the rewards. Each row is recognised by 
 raises `BadRow` with the reason.
 """
 
-import contextlib
 import json
 import math
 import re
@@ -17,7 +16,7 @@ SPEAKERS = {
     "system": ("system",),
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
+    "tool": ("tool", "observation", "function", "function_response"),
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 # The formats of each form, with their columns. A row has the first one whose columns are all present and not null.
@@ -120,15 +119,12 @@ def as_preference(columns: Columns) -> dict[str, Any]:
     if not chosen or not rejected:
         raise BadRow("empty answer")
 
+    start = columns.get("prompt")
+    if str(start).startswith("\n\nHuman:") and all(str(side).startswith(start) for side in (chosen, rejected)):
+        format = "implicit_prompt"  # HH-RLHF's strings, whose prompt has a column of its own, too
     if format == "implicit_prompt":
         read = _hh_messages if isinstance(chosen, str) else _messages
-        chosen, rejected = read(chosen), read(rejected)
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
-            shared += 1
-        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if prompt and prompt[0]["role"] != "system":
-            prompt = _system(columns) + prompt
+        prompt, chosen, rejected = [], read(chosen), read(rejected)
     elif (
         format == "explicit_prompt"
         and all(isinstance(text, str) for text in (columns["prompt"], chosen, rejected))
@@ -145,6 +141,13 @@ def as_preference(columns: Columns) -> dict[str, Any]:
             n = len(repeated)
             if n and len(chosen) > n and chosen[:n] == repeated and rejected[:n] == repeated:
                 chosen, rejected = chosen[n:], rejected[n:]
+    if isinstance(prompt, list):  # turns that both sides share are no answer
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        starts = [n for n, (a, b) in pairs if a["role"] == b["role"] == "assistant" and chosen[:n] == rejected[:n]]
+        n = max(starts, default=0)
+        prompt, chosen, rejected = prompt + chosen[:n], chosen[n:], rejected[n:]
+    if format == "implicit_prompt" and prompt and prompt[0]["role"] != "system":
+        prompt = _system(columns) + prompt
     if not prompt:
         raise BadRow("no shared prompt")
     if chosen == rejected:
@@ -259,15 +262,15 @@ def _messages(value: Any) -> list[Message]:
             raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
         if isinstance(content, list):
             content = "".join(map(_part, content))
-        if content is None and turn.get("tool_calls"):
+        calls = turn.get("tool_calls") or turn.get("function_call")  # OpenAI's before tool_calls
+        if content is None and calls:
             content = ""
         if not isinstance(content, str):
             raise BadRow("a message without text content")
-        calls = turn.get("tool_calls")
         if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
             calls, content = json.loads(content), ""
         message = {"role": ROLES[name], "content": unicode(content)}
-        extras = ("reasoning_content", "name", "tool_call_id")
+        extras = ("reasoning_content", "thinking", "name", "tool_call_id")
         message |= {key: turn[key] for key in extras if turn.get(key) is not None}
         if calls or name == "function_call":
             message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
@@ -301,8 +304,8 @@ def _tool_call(call: Any) -> dict[str, Any]:
     """A tool call in OpenAI's form, but with its arguments as an object: as JSON text, chat templates would encode them
     again."""
     function = dict(call.get("function") or call)
-    with contextlib.suppress(KeyError, TypeError, ValueError):  # missing, an object already, or invalid JSON
-        function["arguments"] = json.loads(function["arguments"])
+    if isinstance(arguments := function.get("arguments"), str):
+        function["arguments"] = json.loads(arguments or "{}")
     return (call if "function" in call else {"type": "function"}) | {"function": function}
 
 

@@ -54,7 +54,7 @@ class Order:
     def quotas(self) -> list[int] | None:
         """Positions of each source in an epoch; None: each example once. Raises UserError for a source that would get none.
 
-        Computed only when needed: documents may be too few for the shares where the rows cut from them are not.
+        Computed only when needed: a source may have too few documents for its share, and rows enough once they are cut.
         """
         return None if self.weights is None else shares(self.weights, len(self))
 

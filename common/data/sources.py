@@ -23,9 +23,10 @@ from common.errors import UserError
 from common.extras import extra
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
-HELD_OUT = re.compile(
-    r"(^|[^a-z])(val|valid|validation|tests?|testing|dev|eval)([^a-z]|$)", re.IGNORECASE
-)  # of a file's name
+# Other names of splits, as the datasets library knows them.
+ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
+HELD_OUT = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
+HELD_OUT = re.compile(f"(^|[^a-z])({HELD_OUT})([^a-z]|$)", re.IGNORECASE)  # of a file's name
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
@@ -147,8 +148,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
     Folders: the files named after the split; for train, if there are none, all files, unless the names of some say that they
-    are held out (val, test, ...). Raises UserError if something cannot be read, and at
-    the end for a source without rows.
+    are held out (val, test, ...). Raises UserError if something cannot be read, and at the end for a source without rows.
     """
     first, at, given = cursor or [0, 0, 0]
     files = files_of(source)
@@ -203,9 +203,10 @@ def files_of(source: Source) -> list[Path] | None:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
-        files = sorted(file for file in path.iterdir() if kind(file) in SUFFIXES)
-        # train.jsonl, train-1.csv, train_2.csv
-        named = [f for f in files if (end := f.name.removeprefix(source.split)) != f.name and not end[0].isalpha()]
+        found = ([file for file in path.glob(pattern) if kind(file) in SUFFIXES] for pattern in ("*", "data/*"))
+        files = sorted(next(filter(None, found), []))  # in data: a copy of a Hub dataset
+        split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])  # train.jsonl, train-1.csv, train_2.csv
+        named = [file for file in files if re.match(f"({split})[^a-z]", file.name, re.IGNORECASE)]
         held_out = [file for file in files if HELD_OUT.search(file.name)]
         if source.split == "train":  # where all files are alike, the folder is what was asked for
             named = [file for file in named if file not in held_out] or ([] if 0 < len(held_out) < len(files) else files)

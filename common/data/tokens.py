@@ -142,7 +142,9 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
     """A prompt as ids to sample from: plain text unchanged, messages followed by the answer's header."""
     if isinstance(prompt, str):
         if tokenizer.chat_template:
-            notes.add("plain text goes without the chat template (--system_prompt, empty or not, makes chats of prompts)")
+            notes.add(
+                "plain text goes without the chat template (in GRPO --system_prompt, empty or not, makes chats of prompts)"
+            )
         return tokenize_text(prompt, tokenizer)
     text = render(prompt, tokenizer, tools, add_generation_prompt=True)
     if missing := leaves_out(text, prompt, tokenizer, tools, add_generation_prompt=True):

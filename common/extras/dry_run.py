@@ -21,8 +21,7 @@ from common.errors import say
 from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model import fused_head
-from common.model.flat_model import FlatModel, base_lm
-from common.model.lm_head import weighted_nll
+from common.model.flat_model import FlatModel
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -187,9 +186,7 @@ def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int,
     with _training(model, device), fake, Live(weights) as live:
         for _ in range(passes):
             with torch.autocast(kind, half, enabled=half is not None):
-                hidden, tokens = model.predicting(batch), batch["input_ids"][0, batch["targets"]]
-                loss, _ = weighted_nll(base_lm(model.lm), hidden, tokens, batch["loss_mask"][batch["targets"]])
-            del hidden
+                loss = model(batch, nll_weights=batch["loss_mask"]).nll
             loss.backward()
             del loss
     return live.most

@@ -17,7 +17,7 @@ from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
 
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
 METRICS = re.compile(
-    r"eval_(loss|nll_loss|perplexity|times_below_unigram|bits_per_byte|mean_token_accuracy|entropy|reward|exact_number|regression/all"
+    r"eval_(loss|nll_loss|perplexity|bits_per_byte|mean_token_accuracy|entropy|reward|exact_number|regression/all"
     r"|rewards(/(chosen|rejected|margins|accuracies|confidences))?|logps/(chosen|rejected))(_t[\d.]+)?"
 )
 ADAPTER = "adapter_config.json"

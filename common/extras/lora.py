@@ -18,7 +18,7 @@ from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.model.flat_model import FlatModel
-from common.model.load import file_config, first_of, hub_errors, is_adapter, load_pretrained
+from common.model.load import file_config, first_of, grow_embedding, hub_errors, is_adapter, load_pretrained
 from common.model.save import CARD
 import torch
 from torch import Tensor, nn
@@ -77,17 +77,29 @@ def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
     return sorted(found.values())
 
 
-def merged_start(
-    args: CommonArgs, name: str, revision: str | None, options: dict[str, Any]
+def load_merged(
+    adapter: str, revision: str | None = None, base: str | None = None, **options: Any
 ) -> "tuple[PreTrainedModel, PreTrainedConfig]":
-    """The model of an adapter merged into its base, where a run or its reference starts, and the config in the base's files.
-    options: of from_pretrained."""
-    auto_peft = import_peft(f"the adapter {name}").AutoPeftModelForCausalLM
-    base = adapter_config(name, revision)
-    lm = auto_peft.from_pretrained(name, revision=revision, **options).merge_and_unload().requires_grad_(True)
-    lm.config._name_or_path = name
-    say(f"model: the adapter {name}, merged into its base")
-    return lm, file_config(args, base.base_model_name_or_path, base.revision)
+    """The model of an adapter merged into its base, and the config in the base's files. base: replaces the one that the
+    adapter names. options: of from_pretrained."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    peft, config = import_peft(f"the adapter {adapter}"), adapter_config(adapter, revision)
+    name, at = (base, None) if base else (config.base_model_name_or_path, config.revision)
+    trust = {"trust_remote_code": options.get("trust_remote_code", False)}
+    with hub_errors("model", name):
+        files = AutoConfig.from_pretrained(name, revision=at, **trust)
+        lm = AutoModelForCausalLM.from_pretrained(name, revision=at, **options)
+    if getattr(files, "quantization_config", None) is not None:
+        raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
+    with contextlib.suppress(OSError, ValueError):  # there may be no tokenizer beside the adapter
+        grow_embedding(lm, len(AutoTokenizer.from_pretrained(adapter, revision=revision, **trust)))
+    adapted = peft.PeftModel.from_pretrained(lm, adapter, revision=revision)
+    check_mergeable(adapted)
+    lm = adapted.merge_and_unload().requires_grad_(True)
+    lm.config._name_or_path = adapter
+    say(f"model: the adapter {adapter}, merged into its base")
+    return lm, files
 
 
 def add_lora(

@@ -8,12 +8,13 @@ import shutil
 import warnings
 
 from accelerate import Accelerator
-from common.errors import UserError, is_of_the_disk, say
+from common.errors import UserError, say
 from common.extras import extra
-from common.extras.lora import TRAINED, adapter_config, check_mergeable, import_peft
+from common.extras.lora import TRAINED, import_peft, load_merged
 from common.model.flat_model import base_lm, is_quantised
-from common.model.load import grow_embedding, hub_errors, make_savable
+from common.model.load import dtype_of, hub_errors, make_savable
 from common.model.save import EXTRA, gather_weights, part_of, save_rounded
+from common.run.folder import writing
 import torch
 from torch import Tensor, nn
 
@@ -21,37 +22,20 @@ from torch import Tensor, nn
 def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
     """Write the merged model of an adapter to a folder, with the adapter's tokenizer and extra modules.
 
-    Sums are computed in float32; each weight of the result has its dtype in the base's files. base: replaces the one that
-    the adapter names. Raises UserError if it is not a LoRA adapter, or if the base is missing or itself quantised.
+    Sums are computed in float32, and rounded to the dtype of the base's files. base: replaces the one that the adapter
+    names. Raises UserError if it is not a LoRA adapter, or if the base is missing or itself quantised.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoTokenizer, GenerationConfig
 
     adapter = str(adapter)
-    config, peft = adapter_config(adapter), import_peft(f"the adapter {adapter}")
-    name, revision = (base, None) if base else (config.base_model_name_or_path, config.revision)
-    with hub_errors("model", name):
-        lm = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype="auto", trust_remote_code=trust_remote_code)
-    if getattr(lm.config, "quantization_config", None) is not None:
-        raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
-    tensors = dict(lm.named_parameters()) | dict(lm.named_buffers())
-    dtypes = {tensor_name: tensor.dtype for tensor_name, tensor in tensors.items()}
-    lm.float()
-    tokenizer = None
-    with contextlib.suppress(Exception):  # there may be none beside the adapter
-        tokenizer = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-        grow_embedding(lm, len(tokenizer))
     with hub_errors("adapter", adapter):
-        adapted = peft.PeftModel.from_pretrained(lm, adapter)
-        check_mergeable(adapted)
-        lm = adapted.merge_and_unload()
-        for tensor_name, tensor in (dict(lm.named_parameters()) | dict(lm.named_buffers())).items():
-            tensor.data = tensor.data.to(dtypes[tensor_name])
+        lm, config = load_merged(adapter, base=base, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        with contextlib.suppress(OSError, ValueError):  # there may be none beside the adapter
+            AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code).save_pretrained(folder)
         if Path(adapter, "generation_config.json").exists():
             lm.generation_config = GenerationConfig.from_pretrained(adapter)
     make_savable(lm)
-    lm.save_pretrained(folder)
+    save_rounded(lm, folder, part_of(lm, lm.state_dict(), ""), dtype_of(config))
     for file in folder.glob("*.safetensors"):  # they are the owner's alone
         shutil.copymode(folder / "config.json", file)
     if Path(adapter, EXTRA).exists():
@@ -63,15 +47,12 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
     if Path(out).exists():
         raise UserError(f"{out} is there already: name a folder that is not")
     temporary = Path(out).with_name(f".{Path(out).name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
-        temporary.rename(out)
-    except Exception as error:
-        if not is_of_the_disk(error):
-            raise
-        raise UserError(f"{out} could not be written: {error}") from None
+        with writing(Path(out)):
+            temporary.mkdir(parents=True)
+            write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
+            temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     say(f"{adapter}, merged into its base: {out}")

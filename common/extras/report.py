@@ -20,9 +20,8 @@ from typing import Any
 from common.args import CommonArgs, defaults, first_definition
 from common.errors import quoted, say
 from common.files import replace_text
-from common.run.folder import is_held
+from common.run.folder import is_held, read_args, read_json
 import numpy as np
-import yaml
 
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("chart", "switches", "top", "curves", "samples", "completions", "facts", "compare", "page")  # in this order
@@ -97,7 +96,7 @@ def embedded(value: Any) -> str:
 
 def describe_run(folder: Path) -> Row:
     """Everything that a page shows of a run."""
-    data, summary, settings = (read(folder / name) for name in ("dataset.json", "summary.json", "args.yaml"))
+    data, summary, settings = read_json(folder / "dataset.json"), read_json(folder / "summary.json"), read_args(folder)
     points, events = points_of(folder), list(lines(folder / "events.jsonl"))
     begun = next((event for event in reversed(events) if event.get("kind") in ("started", "resumed")), {})
     script = str(begun.get("script") or "")
@@ -148,16 +147,6 @@ def groups(path: Path) -> Iterator[list[Row]]:
     """The rows of each step in a JSON-lines file."""
     for _, rows in itertools.groupby(lines(path), key=lambda row: row["step"]):
         yield list(rows)
-
-
-def read(path: Path) -> Row:
-    """The object in a JSON or YAML file; {} if there is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else json.loads(json.dumps(yaml.safe_load(text), default=str))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def is_number(value: Any) -> bool:

@@ -5,7 +5,6 @@ shuffled among themselves. So `stream[position]` is a function of (seed, positio
 needs only a block's cursors to resume without reading from the start.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -80,31 +79,23 @@ class Stream:
 
     def state(self, position: int) -> dict[str, Any]:
         """The state to resume from at a position: the start of its block."""
-        number, first, cursors = self._start(position)
-        return {"number": number, "first": first, "cursors": cursors}
+        block = self._block(position)
+        return {"number": block.number, "first": block.first, "cursors": block.cursors}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a `state`."""
         self.blocks: list[Block] = []  # the last two that were read
         self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None for _ in self.sources]
         self._next: tuple[int, int, list[Cursor | None]] = (state["number"], state["first"], state["cursors"])
-        self._known = [self._next]  # the same for all blocks so far, to go back to
-
-    def _start(self, position: int) -> tuple[int, int, list[Cursor | None]]:
-        """The last known block start at or before a position."""
-        if position < self._known[0][1]:
-            raise IndexError(f"position {position} of a stream that goes on at {self._known[0][1]}")
-        return self._known[bisect_right(self._known, position, key=lambda known: known[1]) - 1]
+        self._origin, self._counted = self._next, state["number"]  # where to go back to; the blocks whose rows are counted
 
     def _block(self, position: int) -> Block:
-        if position < (self.blocks[0].first if self.blocks else self._next[1]):  # back beyond the blocks in memory
-            self.blocks, self._readers = [], [None for _ in self.sources]
-            self._next = self._start(position)
+        if self.blocks and position < self.blocks[0].first:  # back beyond the blocks in memory
+            self.blocks, self._readers, self._next = [], [None for _ in self.sources], self._origin
         while position >= self._next[1]:
-            self.blocks = [*self.blocks[-1:], self._read(*self._next)]
-            self._next = (self.blocks[-1].number + 1, self._next[1] + len(self.blocks[-1].order), self.blocks[-1].after)
-            if self._next[1] > self._known[-1][1]:
-                self._known.append(self._next)
+            block = self._read(*self._next)
+            self.blocks = [*self.blocks[-1:], block]
+            self._next = (block.number + 1, block.first + len(block.order), block.after)
         return next(block for block in reversed(self.blocks) if block.first <= position)
 
     def _read(self, number: int, first: int, cursors: list[Cursor | None]) -> Block:
@@ -112,7 +103,8 @@ class Stream:
         for s, quota in enumerate(self.quotas):
             rows, after[s] = self._rows(s, quota, cursors[s])
             encoded = [part for _, part in encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)]
-            files.append(self._file(s, encoded, new=number == self._known[-1][0]))
+            files.append(self._file(s, encoded, new=number == self._counted))
+        self._counted = max(self._counted, number + 1)
         data = examples = Examples(files, self.sources)
         for function in self.functions:
             examples = function(examples)

@@ -17,7 +17,7 @@ def read_table(path: Path, suffix: str) -> Iterator[Row]:
     """The rows of a file. All values of .csv and .tsv are strings."""
     read = _read_parquet(path) if suffix == ".parquet" else _read_csv(path, "," if suffix == ".csv" else "\t")
     for number, columns in enumerate(read, 1):
-        yield Row(columns, f"{path} row {number}")
+        yield _row(columns, f"{path} row {number}")
 
 
 def _read_csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
@@ -34,8 +34,24 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=256):
-            yield from batch.to_pylist()
+        rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+        if b'"Json"' in (file.schema_arrow.metadata or {}).get(b"huggingface", b""):
+            from datasets import Features
+
+            rows = map(Features.from_arrow_schema(file.schema_arrow).decode_example, rows)
+        yield from rows
+
+
+def _row(columns: dict[str, Any], where: str) -> Row:
+    return Row({name: _as_written(value) if isinstance(value, list) else value for name, value in columns.items()}, where)
+
+
+def _as_written(value: Any) -> Any:
+    """A list from a table, which gives its objects (a tool's parameters, the arguments of a call) the keys that any of them
+    has: without those that are None."""
+    if isinstance(value, dict):
+        return {key: _as_written(item) for key, item in value.items() if item is not None}
+    return [_as_written(item) for item in value] if isinstance(value, list) else value
 
 
 def read_dataset(source: Source, at: int) -> Iterator[Row]:
@@ -46,7 +62,7 @@ def read_dataset(source: Source, at: int) -> Iterator[Row]:
     number = at
     try:
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
-            yield Row(dict(columns), f"{source.path} row {number}")
+            yield _row(columns, f"{source.path} row {number}")
     except Exception as error:  # the library and the network raise many kinds
         raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
 

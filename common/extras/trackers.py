@@ -1,23 +1,11 @@
 """--report_to: a tracker (tensorboard, wandb, ...), through Accelerate. A resumed run continues its run there."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 import uuid
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.errors import UserError
-
-NAMES = ("tensorboard", "wandb", "trackio", "swanlab", "mlflow")
-
-
-def check_tracker(name: str) -> None:
-    """Raises UserError for one that Accelerate does not know, or that is not installed."""
-    if name not in NAMES:
-        raise UserError(f"--report_to {name}: one of {', '.join(NAMES)}")
-    if importlib.util.find_spec(name) is None:
-        raise UserError(f"--report_to {name} needs it installed: pip install {name}")
 
 
 class Tracker:

@@ -75,7 +75,7 @@ def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> 
         try:
             request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), headers)
             with OPENER.open(request, timeout=seconds) as answer:
-                found = json.loads(read_body(answer, seconds) or b"{}")
+                found = json.loads(answer.read() or b"{}")
             return found if isinstance(found, dict) else {}
         except urllib.error.HTTPError as error:
             problem = f"HTTP {error.code} to {path.split('?')[0]}: {error.read(2000).decode(errors='replace')}"
@@ -85,16 +85,6 @@ def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> 
                 raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
             problem = quoted(reason, 400, str)
     raise ServerFault(problem.replace(key, "(key)") if key else problem)
-
-
-def read_body(answer: Any, seconds: float) -> bytes:
-    """The body of an HTTP answer. Raises TimeoutError if it takes longer, even if it keeps dripping."""
-    limit, parts = time.monotonic() + seconds, []
-    while part := answer.read1(1 << 16):
-        parts.append(part)
-        if time.monotonic() > limit:
-            raise TimeoutError
-    return b"".join(parts)
 
 
 class RolloutServers:

@@ -142,9 +142,9 @@ def load_pretrained(
     base.
 
     Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights ("auto": as in the files,
-    but float32 for float16, which gradients leave). vocab_size: the number of
-    token ids that the tokenizer can produce; a smaller embedding grows to it. revision: for a model other than
-    args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
+    but float32 for float16, which gradients leave). vocab_size: the number of token ids that the tokenizer can produce; a
+    smaller embedding grows to it. revision: for a model other than args.model_name_or_path. device: where a model is
+    quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
     name = str(name)
     revision = args.model_revision if name == args.model_name_or_path else revision
@@ -153,7 +153,7 @@ def load_pretrained(
         options |= extra("quantised").loading_options(args, device)
     with hub_errors("model", name):
         if is_adapter(name, revision):  # merged: it is the starting point and, in DPO and GRPO, the reference
-            lm, config = extra("lora").merged_start(args, name, revision, options)
+            lm, config = extra("lora").load_merged(name, revision, **options)
         else:
             from transformers import AutoModelForCausalLM
 
@@ -162,7 +162,7 @@ def load_pretrained(
             )
             check_weights(name, lm, found)
             config = file_config(args, name, revision)
-    lm.base_dtype = _dtype_of(config)  # restored at export
+    lm.base_dtype = dtype_of(config)  # restored at export
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
         say(f"model: what {config.model_type} has beside its text model is left out (exported as {lm.config.model_type})")
     if lm.dtype == torch.float16 and not is_quantised(lm):
@@ -269,7 +269,7 @@ def file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTraine
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
 
 
-def _dtype_of(config: "PreTrainedConfig") -> str:
+def dtype_of(config: "PreTrainedConfig") -> str:
     """The dtype of a model's files; "float32" if its config does not say."""
     dtype = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
     return dtype if dtype in ("bfloat16", "float16") else "float32"

@@ -19,7 +19,7 @@ import socket
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from common.args import CommonArgs, declared, defaults, may_change, save_args
+from common.args import CommonArgs, defaults, may_change, save_args
 from common.errors import UserError, is_of_the_disk, say
 from common.files import file_hash, find_damage
 from common.processes import on_main_process
@@ -106,9 +106,8 @@ def refuse_foreign_folder(args: CommonArgs) -> None:
     """Raise UserError if the run would write over what it reads, or over files that no run has written."""
     folder = Path(args.output_dir)
     for flag, named in vars(args).items():
-        reads = declared(type(args), flag)["is_path"] and flag not in OWN
-        for name in (named if isinstance(named, list) else [named]) if reads and named else []:
-            if Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
+        for name in (named if isinstance(named, list) else [named]) if flag not in OWN else []:
+            if name and os.path.exists(str(name)) and Path(str(name)).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
     if earlier_args(folder) is None and not read_args(folder):
         found = [file for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES) for file in folder.glob(pattern) if file.is_file()]
@@ -275,10 +274,11 @@ def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[st
     inputs = {"the script": hashlib.sha256(code.encode()).hexdigest(), "the mixed precision": mixed_precision}
     words = [word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])]
     words.append(read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path"))
+    compared = (args.eval_prompts, args.regression_suite) if args.save_best else ()  # whose values must stay comparable
     for word in {str(word) for word in words} - {args.output_dir}:
         path = Path(re.sub(r"\.py:\w+$", ".py", word))  # file.py:function
         with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
-            if path.suffix in (".py", ".jinja") and path.is_file():
+            if (path.suffix in (".py", ".jinja") or word in compared) and path.is_file():
                 inputs[str(path)] = file_hash(path)
             elif (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
                 inputs[str(path)] = model_hash(path)

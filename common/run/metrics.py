@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses", "first_nll")  # in a checkpoint
+KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
-COLLAPSE = 1.0  # nats by which the chosen answers' mean token becomes less probable in preference training
 
 
 class Metrics:
@@ -46,7 +45,6 @@ class Metrics:
         self.bad_steps: list[int] = []  # steps that were skipped
         self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
         self.losses: list[float] = []  # recent logged losses, to detect a spike
-        self.first_nll: float | None = None  # of chosen answers, as first logged
         self.num_tokens = 0  # of the windows so far, over all processes
         self.first_eval: dict[str, float] = {}
         self.last: dict[str, float] = {}
@@ -171,25 +169,15 @@ class Metrics:
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
-        """Warn when the loss spikes, and, once, when the chosen answers of preference pairs become improbable.
-
-        GRPO's loss is centred on 0 by construction, so it is not watched.
-        """
-        warnings, nll = [], values.get("nll_loss")
+        """Warn when the loss jumps. GRPO's is centred on 0 by construction, and is not watched."""
         if "loss" in values and "reward" not in values:
             if len(self.losses) >= 10:
                 z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
                 if z > SPIKE:
-                    warnings.append(f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations")
+                    warning = f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations"
+                    say(f"[step {step}] {warning}")
+                    self.event("spike", step, warning)
             self.losses = [*self.losses, values["loss"]][-50:]
-        if nll is not None:
-            self.first_nll = nll if self.first_nll is None else self.first_nll
-            if nll > self.first_nll + COLLAPSE:
-                warnings.append(f"the chosen answers collapse: nll_loss {nll:.3g}, at first {self.first_nll:.3g}")
-                self.first_nll = 1e9  # it is said once
-        for warning in warnings:
-            say(f"[step {step}] {warning}")
-            self.event("spike", step, warning)
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
         """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the console."""

@@ -83,7 +83,7 @@ class Run:
         example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as well. Raises
         UserError if a sequence is longer than the model's positions.
         """
-        self.tokenizer, self.windows = tokenizer, windows
+        self.tokenizer, self.windows, self.held_out = tokenizer, windows, held_out
         if self.regression:
             self.regression.tokenize(tokenizer, model)
         self.facts = describe(self, model, held_out, example_name, reference)
@@ -95,8 +95,10 @@ class Run:
         if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
             raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
         if accelerator.is_main_process:
-            rows = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
-            inputs = rows | loaded_code(self.script)
+            inputs = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
+            if self.best:  # its evaluations must stay comparable
+                inputs |= {f"the held-out rows of {source}": digest for source, digest in self.held_out.digests().items()}
+            inputs |= loaded_code(self.script)
             if self.resume_from:
                 refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from common.errors import say
 from common.extras import extra
 from common.memory import empty_caches, finest_dtype, is_oom, to_device
-from common.model.attention import FLAT
+from common.model.attention import FLAT, compute_dtype
 from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
 from common.model.lm_head import logits_of
 from common.sampling import kv_cache
@@ -153,19 +153,26 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
 
 @contextlib.contextmanager
 def cast_once(lm: nn.Module) -> Iterator[bool]:
-    """Context in which autocast caches its copies of weights instead of making them for each token. Yields whether autocast
-    is active.
+    """Context in which weights are cast for autocast once instead of for each token. Yields whether autocast is active.
 
-    It caches only weights that require a gradient, and none in inference mode.
+    Autocast itself caches only weights that require a gradient, none in inference mode, and none of experts, whose product
+    it does not know.
     """
-    autocast, frozen = torch.is_autocast_enabled(base_lm(lm).device.type), []
+    autocast, frozen = torch.is_autocast_enabled(lm.device.type), []
     if autocast:
         frozen = [p for p in lm.parameters() if p.dtype == torch.float32 and not p.requires_grad]
+    experts = [module for name, module in lm.named_modules() if autocast and name.endswith(".experts")]
+    stacked = [p for module in experts for p in module.parameters(recurse=False) if p.dim() == 3]
+    originals = [(p, p.data) for p in stacked if type(p) is nn.Parameter]  # not a shard
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
+        for parameter, data in originals:
+            parameter.data = data.to(compute_dtype(data))
         yield autocast
     finally:
+        for parameter, data in originals:
+            parameter.data = data
         for parameter in frozen:
             parameter.requires_grad_(False)
         if autocast:

@@ -31,7 +31,9 @@ Completion = str | list[dict[str, Any]]  # as passed to reward functions
 REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
 LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
-NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+")
+NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?")
+OWED = re.compile(r"(?<![\w)])-\s?\\?[$€£¥₹]\s?")  # -$5
+GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3})")  # 1{,}000 in TeX
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
 FORMULA = re.compile(r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b")
 
@@ -134,11 +136,16 @@ def exact_number(
     scores: list[float | None] = []
     for completion, truth in zip(completions, answer, strict=True):
         end = min((str(truth).rpartition(mark)[2] for mark in MARKS), key=len)  # all of it without a mark
-        text, end = (part.replace("−", "-").replace("-$", "-") for part in (text_of(completion), end))
+        text, end = map(_plain, (text_of(completion), end))
         wanted = final_number(end) if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end) else None
         found = number_after(text, mark) if mark else final_number(text)
         scores.append(None if wanted is None else float(found == wanted))
     return scores
+
+
+def _plain(text: str) -> str:
+    """With its amounts as NUMBER knows them."""
+    return GROUPED.sub("", OWED.sub("-", re.sub("[−–]", "-", text)))
 
 
 def regex(pattern: str) -> Callable[..., list[float]]:

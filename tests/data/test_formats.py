@@ -24,8 +24,8 @@ def turn(name, text):
 
 H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
 LONG = {"role": "assistant", "content": "x y" * 20_000, "reasoning_content": "because"}
-NAMES = "system human user prompter gpt chatgpt assistant model tool observation function_response"
-ROLES = ["system", *["user"] * 3, *["assistant"] * 4, *["tool"] * 3]
+NAMES = "system human user prompter gpt chatgpt assistant model tool observation function function_response"
+ROLES = ["system", *["user"] * 3, *["assistant"] * 4, *["tool"] * 4]
 CALL = {"name": "f", "arguments": {"a": [1, None]}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
 
@@ -39,6 +39,15 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
         ({"messages": json.dumps([U, A])}, [U, A]),
         ({"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]}, [U, A]),
         ({"messages": [U, LONG]}, [U, LONG]),
+        ({"messages": [U, A | {"thinking": "because"}]}, [U, A | {"thinking": "because"}]),
+        *(
+            (
+                {"messages": [U, {"role": "assistant", "content": said, "function_call": {"name": "f", "arguments": text}}]},
+                chat,
+            )
+            for said, text, call in ((None, '{"a": [1, null]}', CALL), ("I look.", "", {"name": "f", "arguments": {}}))
+            for chat in [[U, CALLS | {"content": said or "", "tool_calls": [{"type": "function", "function": call}]}]]
+        ),
         ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U, A]),
         ({"conversations": [U, A], "messages": None}, [U, A]),
         ({"conversations": [U, A], "system": "s"}, [S, U, A]),
@@ -132,6 +141,7 @@ def test_prompts_of_completions_are_not_trained():
         ),
         ({"messages": [U, {"role": "assistant", "content": " "}]}, "empty answer"),
         ({"messages": [U, A | {"tool_calls": ["f"]}]}, " "),
+        ({"messages": [U, A | {"tool_calls": [CALL | {"arguments": "{city: Paris}"}]}]}, "Expecting property name"),
         ({"messages": [U, A | {"tool_calls": [{"function": "f"}]}]}, " "),
         ({"messages": "[{"}, " "),
         ({"messages": [U, A], "images": ["x.png"]}, "a row with images"),
@@ -182,21 +192,28 @@ HH_PROMPT = [U, {"role": "assistant", "content": "first"}, {"role": "user", "con
     "row, prompt",
     [
         ({"prompt": [U], "chosen": [A], "rejected": [B]}, [U]),
-        ({"prompt": "q", "chosen": [A], "rejected": [B]}, [U]),
         ({"prompt": [S, U], "chosen": "a", "rejected": "b"}, [S, U]),
         ({"system": "s", "prompt": "q", "chosen": "a", "rejected": "b"}, [S, U]),
         ({"system_prompt": "s", "prompt": [U], "chosen": [A], "rejected": [B]}, [S, U]),
         ({"prompt": "q", "chosen": [U, A], "rejected": [U, B]}, [U]),
         ({"chosen": [S, U, A], "rejected": [S, U, B]}, [S, U]),
         ({"chosen": HH + "a", "rejected": HH + "b"}, HH_PROMPT),
+        ({"prompt": HH.rstrip(), "chosen": HH + "a", "rejected": HH + "b"}, HH_PROMPT),
+        ({"prompt": "q", "chosen": [*HH_PROMPT, A], "rejected": [*HH_PROMPT, B]}, HH_PROMPT),
         ({"conversations": [turn("human", "q")], "chosen": turn("gpt", "a"), "rejected": turn("gpt", "b")}, [U]),
         ({"conversations": [U], "system": "s", "chosen": A, "rejected": B}, [S, U]),
-        ({"conversations": [U], "chosen": "a", "rejected": "b"}, [U]),
         ({"instruction": "q", "input": "", "chosen": "a", "rejected": "b", "system": "s"}, [S, U]),
     ],
 )
 def test_the_same_pair_is_read_from_every_format(row, prompt):
     assert as_preference(row) == {"prompt": prompt, "chosen": [A], "rejected": [B]}
+
+
+def test_answers_may_go_on_with_what_others_say():
+    """A tool, to which each call of its own gives another result."""
+    sides = [[A, {"role": "tool", "content": result}, answer] for result, answer in (("1", A), ("2", B))]
+    found = as_preference({"prompt": "q", "chosen": sides[0], "rejected": sides[1]})
+    assert found == {"prompt": [U], "chosen": sides[0], "rejected": sides[1]}
 
 
 @pytest.mark.parametrize(
@@ -259,12 +276,10 @@ def test_a_verl_ground_truth_becomes_the_answer():
         (as_text, {"body": "t"}, "'body'; needed: text (rename columns: --columns new=old)"),
         (as_text, {"text": None}, "'text' (null)"),
         (as_chat, {"question": "q", "text ": "a"}, "'question', 'text '; needed: messages, or conversations"),
-        (as_chat, {}, "none"),
         (as_chat, {"messages": None, "prompt": None, "other": 1}, "'messages' (null), 'prompt' (null), 'other'"),
         (as_chat, {"instruction": "q", "output": None}, "'instruction', 'output' (null)"),
         (as_chat, {"prompt": "q", "completion": "a", "label": 0}, "KTO"),
         (as_chat, {"prompt": "q", "completion": "a", "label": "True"}, "KTO"),  # of a table
-        (as_chat, {"messages": [U, A], "kto_tag": True}, "KTO"),
         (as_preference, {"prompt": "q", "good": "a"}, "'prompt', 'good'; needed: prompt + chosen + rejected"),
         (as_preference, {"prompt": "q", "chosen": None, "rejected": "b"}, "'chosen' (null)"),
         (as_preference, {"prompt": None, "chosen": "a", "rejected": "b"}, "text before the first Human:/Assistant: turn"),

@@ -102,6 +102,22 @@ def folder_of(folder, kind):
     return Source(str(folder))
 
 
+@pytest.mark.parametrize("how", ["columns", "json"])
+def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
+    """It gives each the keys of all, or holds JSON, which `datasets` marks."""
+    datasets, rows = pytest.importorskip("datasets"), []
+    for name, key in (("f", "city"), ("g", "zone")):
+        call = {"type": "function", "function": {"name": name, "arguments": {key: "x", "several": [None, 1]}}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tools = [{"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}}]
+        rows.append({"messages": [answer], "tools": tools, "extra": {"city": 1, key: None}})
+    options = {"on_mixed_types": "use_json"} if how == "json" else {}
+    datasets.Dataset.from_list(rows, **options).to_parquet(tmp_path / "train.parquet")
+    for row, (read, _) in zip(rows, read_rows(Source(str(tmp_path))), strict=True):
+        assert read["messages"] == row["messages"] and read["tools"] == row["tools"]
+        assert read["extra"] == {"zone": None} | row["extra"] or how == "json"  # what rewards look up is there
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "json", "txt", "csv", "parquet", "jsonl.gz", "txt.gz", "csv.gz"])
 @pytest.mark.parametrize("change", [{}, {"max_samples": 7, "held_out": 0.2, "part": "train"}])
 def test_reading_goes_on_from_every_cursor(tmp_path, kind, change):

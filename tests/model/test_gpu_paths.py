@@ -7,8 +7,10 @@ from contextlib import nullcontext
 import shutil
 from types import SimpleNamespace
 
+from common.args import CommonArgs
 from common.collators import flat_batch
 from common.extras.cuda_graph import completions_at_once
+from common.extras.experts import add_experts
 from common.extras.mfu import peak_flops
 from common.extras.varlen import Ragged
 from common.model import attention
@@ -113,18 +115,20 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default) and args[0].shape in SHAPES:
+        if func in (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default) and args[0].numel() in SIZES:
             self.count += args[0].dtype == torch.float32 and out.dtype == torch.bfloat16
         return out
 
 
-SHAPES = {tuple(p.shape) for p in tiny_lm("llama").parameters() if p.dim() == 2}
+SIZES = {p.numel() for kind in ("llama", "mixtral") for p in tiny_lm(kind).parameters() if p.dim() > 1}
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_are_cast_once_while_sampling(frozen):
+def test_weights_are_cast_once_while_sampling(kind, frozen):
     """They were cast anew for each token. What autocast keeps has no gradient, and is not for training."""
-    model = wrap(tiny_lm("llama")).requires_grad_(not frozen)
+    model = wrap(tiny_lm(kind)).requires_grad_(not frozen)
+    add_experts(CommonArgs(), model.lm)
     model.lm.model.norm.weight.requires_grad_(True)
     trained = [name for name, p in model.lm.named_parameters() if p.requires_grad]
     with torch.autocast("cpu", torch.bfloat16):
@@ -139,6 +143,7 @@ def test_weights_are_cast_once_while_sampling(frozen):
     assert first.count > 0 and later.count == 0
     assert [name for name, p in model.lm.named_parameters() if p.requires_grad] == trained
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.lm.parameters() if p.requires_grad)
+    assert {p.dtype for p in model.lm.parameters()} == {torch.float32}
 
 
 # --- compiled blocks --------------------------------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_a_full_disk_leaves_nothing(adapter, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
-        with pytest.raises(UserError, match="out could not be written"):
+        with pytest.raises(UserError, match="out cannot be written"):
             merge_adapter(str(adapter), str(tmp_path / "out"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

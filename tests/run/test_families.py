@@ -48,8 +48,12 @@ def base(tmp_path):
 def test_adapters_on_shared_weights_are_not_merged(base, launch):
     config = tiny_family("zamba2").config
     config.vocab_size = 1024
-    with pytest.raises(UserError, match="share weights: its adapters cannot be merged"):
-        launch(*base(config), "--merge_lora")
+    words, refused = [*base(config), "--max_length", "96"], "share weights: its adapters cannot be merged"
+    with pytest.raises(UserError, match=refused):
+        launch(*words, "--merge_lora", output="merged")
+    with pytest.raises(UserError, match=refused):  # without --use_peft a run starts with the adapter merged
+        whole = [word for word in words if word != "--use_peft"]
+        launch(*whole, "--model_name_or_path", launch(*words), output="next")
 
 
 def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, launch, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a reload", "old
 weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
-"restarts" (other weights in the middle of a rollout), "no development mode", "unknown token", "NaN", "drips" (a byte now and then).
+"restarts" (other weights in the middle of a rollout), "no development mode", "unknown token", "NaN".
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 BLOCK = 16  # tokens, of the prefix cache
+BATCHES = (
+    threading.Lock()
+)  # one at a time, of all servers: the compiler's stance, which `generating` sets, is of the process
 
 
 class Asked:
@@ -64,7 +67,7 @@ class FakeVLLM:
         self.is_stale = False  # reloaded, and the prefix cache is not reset
         self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
         self.tries: dict[int, int] = {}  # of each seed
-        self.lock, self.batches, self.is_dead = threading.Lock(), threading.Lock(), False
+        self.lock, self.is_dead = threading.Lock(), False
         self.waiting: list[Asked] = []
         fake = self
 
@@ -94,11 +97,7 @@ class FakeVLLM:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                drips = fake.play == "drips" and body is not None and fake.counts(body)
-                for at in range(len(text) if drips else 0):
-                    self.wfile.write(text[at : at + 1])
-                    time.sleep(0.1)
-                self.wfile.write(b"" if drips else text)
+                self.wfile.write(text)
 
         class Quiet(ThreadingHTTPServer):
             daemon_threads, request_queue_size = True, 256
@@ -169,7 +168,7 @@ class FakeVLLM:
         if self.play == "half a reload":
             weights = {name: value for name, value in weights.items() if "mlp" not in name}
         if self.play != "old weights" or self.reloads == 1:
-            with self.batches:
+            with BATCHES:
                 unknown = self.model.lm.load_state_dict(weights, strict=False).unexpected_keys
             if unknown:
                 return 500, error(f"There is no module or parameter named {unknown[0]!r}")
@@ -190,7 +189,7 @@ class FakeVLLM:
                 self.die()
                 raise ConnectionAbortedError
             if self.play == "restarts" and self.served == 3:
-                with self.batches:
+                with BATCHES:
                     self.version, self.play = "default", ""
                     self.model.lm.load_state_dict(self.first)
             if self.play == "slow":
@@ -205,7 +204,7 @@ class FakeVLLM:
         with self.lock:
             self.waiting.append(asked)
         while asked.done is None:  # who comes first samples for all that have come meanwhile
-            with self.batches:
+            with BATCHES:
                 if asked.done is None:
                     self._sample_waiting()
         logps, ids, finished = asked.done

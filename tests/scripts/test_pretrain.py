@@ -167,16 +167,3 @@ def test_bits_per_byte_are_of_the_text(packing, length, launch, data, tmp_path):
     tokens = sum(len(ids) - 1 for ids in rows)
     for row in run.evals:
         assert row["eval_bits_per_byte"] == pytest.approx(row["eval_loss"] * tokens / (math.log(2) * size), rel=1e-6)
-
-
-def test_the_line_to_beat_is_what_the_frequencies_of_tokens_alone_would_reach(launch, data):
-    """eval_times_below_unigram: the perplexity of the counts in the training rows (plus one), beside the model's."""
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--max_steps", 1]
-    run = pretrain(launch, data, *flags)
-    counts = torch.ones(512, dtype=torch.float64)
-    for ids, _ in rows_of(DOCUMENTS, "wrapped"):
-        counts += torch.bincount(torch.tensor(ids[1:]), minlength=512)
-    held_out = torch.tensor([token for ids, _ in rows_of(HELD_OUT, "wrapped") for token in ids[1:]])
-    unigram = (counts / counts.sum())[held_out].log().mean().neg().exp().item()
-    for row in run.evals:
-        assert row["eval_times_below_unigram"] == pytest.approx(unigram / row["eval_perplexity"], rel=1e-5)

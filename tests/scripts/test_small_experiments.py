@@ -109,8 +109,10 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, mode
     assert any("tools" in row for row in written)  # what the chat template has shown while they were sampled
     assert all(row.get("tools") == (rows[1]["tools"] if row["prompt"] == rows[1]["prompt"] else None) for row in written)
     assert f"{len(accepted)} distinct answers to 2 of 3 prompts are accepted" in capsys.readouterr().out
-    launch("rft", *words, "--max_steps", 3)
-    assert "are accepted" not in capsys.readouterr().out
+    elsewhere = ("--resume_from_checkpoint", output / "checkpoint-2")
+    for name, steps, more in (("out", 3, ()), ("other", 4, elsewhere), ("other", 5, ())):
+        launch("rft", *words, "--max_steps", steps, *more, output=name)
+        assert "are accepted" not in capsys.readouterr().out
     # The same draws by the sampler: what it gives for these keys is tested in tests/sampling.
     lm = wrap(AutoModelForCausalLM.from_pretrained(model))
     prompts = [prompt_ids(row["prompt"]) for row in rows]
