@@ -20,15 +20,15 @@ def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
     return gather_object(values) if accelerator.num_processes > 1 else values
 
 
-def whole(value: Any) -> Any:
+def unsharded(value: Any) -> Any:
     """A tensor that FSDP2 shards (a DTensor), whole; anything else as it is. Called on every process."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def shared_as(here: Any, value: Any) -> Any:
-    """The reverse of `whole`, for tensors in dicts: sharded as they are in `here`."""
+def sharded_as(here: Any, value: Any) -> Any:
+    """The reverse of `unsharded`, for tensors in dicts: sharded as they are in `here`."""
     if isinstance(here, dict) and isinstance(value, dict):
-        return {name: shared_as(here.get(name), one) for name, one in value.items()}
+        return {name: sharded_as(here.get(name), one) for name, one in value.items()}
     if hasattr(here, "device_mesh"):
         return torch.distributed.tensor.distribute_tensor(value.to(here.device), here.device_mesh, here.placements)
     return value

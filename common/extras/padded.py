@@ -25,8 +25,9 @@ from torch import Tensor, nn
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
-JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+# Layers of transformers' cache that hold rows with padding on their left.
+PADDABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
+PADDABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 def call_padded(
@@ -75,8 +76,8 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
     if not model.padded and not _mixers(model):
         return Way(partial(FlatDecoder, lm), CACHED)
     # Positions may be counted with the padding (Llama 4), or entries be selected and compressed.
-    alike = model.padded or any(type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers)
-    return Way(partial(PaddedDecoder, model), inner.stock_attention, alike)
+    equal_lengths = model.padded or any(type(layer).__name__ not in PADDABLE for layer in _new_cache(inner).layers)
+    return Way(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
 
 
 def cache_name(model: FlatModel) -> str | None:

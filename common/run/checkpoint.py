@@ -24,7 +24,7 @@ from common.extras import extra
 from common.files import flush, write_manifest
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
-from common.processes import on_each_process, on_main_process, shared_as, whole
+from common.processes import on_each_process, on_main_process, sharded_as, unsharded
 from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of, writing
 from safetensors.torch import load_file
 import torch
@@ -60,7 +60,7 @@ def save_checkpoint(
     shards = sharded is not None and sharded.writes_shards(accelerator, wrapper)
     modules = sharded.gather_extra(wrapper) if shards else {}
     weights = {} if shards else gather_weights(accelerator, model)
-    states = tree_map(whole, {name: one.state_dict() for name, one in (kept or {}).items()})
+    states = tree_map(unsharded, {name: one.state_dict() for name, one in (kept or {}).items()})
 
     @writing(output_dir)
     def write() -> None:
@@ -231,7 +231,7 @@ def load_kept(name: str, kept: Any, checkpoint: Path) -> None:
     """Restore an object from what `save_checkpoint` kept of it."""
     with _reading(checkpoint / KEPT, f"what this script keeps as {name!r}"):
         states = torch.load(checkpoint / KEPT, map_location="cpu", weights_only=True)
-        kept.load_state_dict(shared_as(kept.state_dict(), states[name]))
+        kept.load_state_dict(sharded_as(kept.state_dict(), states[name]))
 
 
 @contextlib.contextmanager

@@ -15,14 +15,14 @@ from common.args import CommonArgs
 from common.errors import hidden, quoted, say
 from common.files import replace_text
 from common.memory import finest_dtype, memory, relieve
-from common.processes import gather_lists, whole
+from common.processes import gather_lists, unsharded
 from common.run.folder import LINES, is_held, writing
 from common.sampling.rewards import text_of
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-KEPT = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
+STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
 
 
@@ -122,7 +122,7 @@ class Metrics:
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint. Called on every process."""
         self.carry = self.reduce()
-        return {name: getattr(self, name) for name in KEPT} | {"seconds": self.seconds()}
+        return {name: getattr(self, name) for name in STATE} | {"seconds": self.seconds()}
 
     def seconds(self) -> float:
         """Run time so far, excluding the time between a stop and its resume."""
@@ -130,7 +130,7 @@ class Metrics:
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Resume from a checkpoint: drop the lines that were written after it."""
-        for name in KEPT:
+        for name in STATE:
             setattr(self, name, state.get(name, getattr(self, name)))
         self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
         last = step or -1  # a run that starts over keeps none
@@ -151,7 +151,7 @@ class Metrics:
         """Write the means since the last call, and the values given here. step: updates done so far."""
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
-        values |= {name: whole(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
+        values |= {name: unsharded(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         if self.mfu_per_token:

@@ -7,7 +7,7 @@ from common.collators import Window
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED
-from common.processes import anywhere, whole
+from common.processes import anywhere, unsharded
 from common.run.metrics import Metrics
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ class NonFinite:
         """
         metrics, accelerator = self.metrics, self.metrics.accelerator
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
-        norm = math.nan if grad_norm is None else float(whole(grad_norm))
+        norm = math.nan if grad_norm is None else float(unsharded(grad_norm))
         scaled = accelerator.scaler is not None and accelerator.scaler.get_scale() >= 1
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or scaled)
         bad = metrics.window_is_bad = anywhere(accelerator, bad)  # all processes take the step, or none does
@@ -60,7 +60,7 @@ class NonFinite:
         before they are saved. Called on every process."""
         accelerator = self.metrics.accelerator
         trained = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]  # ZeRO-3: its share
-        norm = whole(torch.nn.utils.get_total_norm(trained)).to(accelerator.device)
+        norm = unsharded(torch.nn.utils.get_total_norm(trained)).to(accelerator.device)
         if not accelerator.reduce(norm, "sum").isfinite():
             raise UserError(f"step {step}: weights are NaN or infinite, and are not saved")
         if accelerator.num_processes > 1 and accelerator.distributed_type not in SHARDED:

@@ -52,7 +52,7 @@ class Way(NamedTuple):
 
     decoder: Callable[[Sequence[Sequence[int]], Sequence[int], int], Decoder]  # (prompts, prompt of each, longest)
     attention: str  # the implementation that it needs, of a model that is trained on flat rows
-    alike: bool = False  # whether only prompts of equal length can be completed together
+    equal_lengths: bool = False  # whether only prompts of equal length can be completed together
 
 
 def sample(
@@ -84,10 +84,10 @@ def sample(
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
     way = way_to_sample(model, longest)
     batch_size = batch_size or at_once(model, way, longest)
-    todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.alike else i)
+    todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.equal_lengths else i)
     with generating(model, way.attention) as lm:
         while todo:
-            part = [i for i in todo[:batch_size] if not way.alike or len(prompts[i]) == len(prompts[todo[0]])]
+            part = [i for i in todo[:batch_size] if not way.equal_lengths or len(prompts[i]) == len(prompts[todo[0]])]
             distinct = list(dict.fromkeys(tuple(prompts[i]) for i in part))
             number = {prompt: p for p, prompt in enumerate(distinct)}
             owner, most = [number[tuple(prompts[i])] for i in part], [limits[i] for i in part]
