@@ -50,7 +50,7 @@ class Args(CommonArgs):
     )
     vocab_size: int = arg(8192, help="of a new byte-level BPE tokenizer", within="[1, 1e7]", needs=NEW_TOKENIZER)
     # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
-    config_name: str | None = arg(None, help="Hub name or folder with a config.json")
+    config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
     hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]", needs=NEW)
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]", needs=NEW)
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]", needs=NEW)

@@ -29,12 +29,14 @@ def arg(
     help: str = "",
     within: str | None = None,
     may_change: MayChange | None = None,
+    is_path: bool = False,
     goes_with: str | None = None,
     needs: str | None = None,
 ) -> Any:
     """A field of the arguments, with the text that --help shows.
 
-    goes_with: another argument; if that is given, the demo's value of this one no longer applies.
+    is_path: names a file, a folder or something on the Hub. goes_with: another argument; if that is given, the demo's value
+    of this one no longer applies.
 
     needs: other arguments without which this one has no effect: "use_peft", "lr_scheduler_type=wsd", "no config_name",
     several separated by commas. A value given in vain is reported.
@@ -43,7 +45,8 @@ def arg(
     intervals, "-1 or [1, 1e12]". Unset: any finite number. A script that changes a shared argument's default need not repeat
     it.
     """
-    metadata = {"help": help, "within": within, "may_change": may_change, "goes_with": goes_with, "needs": needs}
+    metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
+    metadata["needs"] = needs
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -53,9 +56,11 @@ def arg(
 class ModelArgs:
     """Model"""
 
-    model_name_or_path: str | None = arg(help="Hub name or folder; unset: the last stage's, or data/base_model")
+    model_name_or_path: str | None = arg(
+        help="Hub name or folder; unset: the last stage's, or data/base_model", is_path=True
+    )
     model_revision: str | None = arg(help="branch, tag or commit of a Hub model")
-    tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, if it is not the model's own")
+    tokenizer_name: str | None = arg(help="Hub name or folder of the tokenizer, if it is not the model's own", is_path=True)
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
     trust_remote_code: bool = arg(False, help="run Python code that comes with a Hub model", may_change="execution")
     dtype: Literal["float32", "bfloat16", "auto"] = arg("float32", help="dtype of the weights; auto: that of the files")
@@ -81,7 +86,7 @@ class ModelArgs:
 class DataArgs:
     """Data"""
 
-    dataset_name: list[str] | None = arg(help="Hub names, files (json, jsonl, parquet, csv, txt) or folders")
+    dataset_name: list[str] | None = arg(help="Hub names, files (json, jsonl, parquet, csv, txt) or folders", is_path=True)
     dataset_config: str | None = arg(help="configuration of a Hub dataset")
     dataset_train_split: str = arg("train", help="split to train on")
     dataset_eval_split: str = arg("validation", help="split to evaluate on", may_change="evaluation")
@@ -89,13 +94,15 @@ class DataArgs:
         help="shares of the sources; unset: each row once per epoch", within="(0, inf)"
     )
     columns: list[str] | None = arg(help="rename columns: prompt=question completion=answer")
-    eval_dataset_name: list[str] | None = arg(help="datasets for evaluation", may_change="evaluation")
+    eval_dataset_name: list[str] | None = arg(help="datasets for evaluation", may_change="evaluation", is_path=True)
     eval_fraction: float = arg(0.0, help="hold out this share of the training rows, by a hash of the row", within="[0, 1)")
     max_train_samples: int | None = arg(help="use only the first N rows of each source", within="[1, inf)")
     max_eval_samples: int | None = arg(
         help="evaluate on the first N rows of each source", within="[1, inf)", may_change="evaluation"
     )
-    dataset_cache_dir: str = arg("outputs/token_cache", help="cache of tokenised datasets", may_change="execution")
+    dataset_cache_dir: str = arg(
+        "outputs/token_cache", help="cache of tokenised datasets", may_change="execution", is_path=True
+    )
     dataset_num_proc: int | None = arg(
         help="processes that tokenise; unset: one per core", within="[1, 1e3]", may_change="execution"
     )
@@ -155,9 +162,10 @@ class EvalArgs:
     eval_prompts: str | None = arg(
         help="file of rows {prompt, ...}: completed at each evaluation, scored by eval_reward_funcs",
         may_change="evaluation",
+        is_path=True,
     )
     eval_reward_funcs: list[str] | None = arg(
-        help="scores of the completions, named as GRPO's reward_funcs", may_change="evaluation"
+        help="scores of the completions, named as GRPO's reward_funcs", may_change="evaluation", is_path=True
     )
     eval_temperatures: list[float] = arg(
         [0.0], help="their temperatures; 0: greedy", within="[0, inf)", may_change="evaluation"
@@ -166,6 +174,7 @@ class EvalArgs:
     regression_suite: str | None = arg(
         help="file of rows {id, group, prompt or messages, checks} to test the model with (docs/regression.md)",
         may_change="evaluation",
+        is_path=True,
     )
     regression_steps: int | None = arg(
         help="run the suite every N steps; 0: only before the first and after the last; unset: eval_steps",
@@ -205,11 +214,11 @@ class RunArgs:
 
     MAY_CHANGE = "execution"  # unless a field says otherwise
 
-    output_dir: str = arg("outputs/run", help="folder for all that the run writes")
+    output_dir: str = arg("outputs/run", help="folder for all that the run writes", is_path=True)
     overwrite_output_dir: bool = arg(False, help="start over: an earlier run in the folder is deleted")
     accept_changes: bool = arg(False, help="resume although script, data or code was changed")
     resume_from_checkpoint: str = arg(
-        "auto", help="auto (newest intact checkpoint of this run), none, or one of another folder"
+        "auto", help="auto (newest intact checkpoint of this run), none, or one of another folder", is_path=True
     )
     seed: int = arg(0, help="seed of the order, initial weights, dropout, sampling", within="[0, 1e9]", may_change="no")
     push_to_hub: bool = arg(False, help="push the final model and its card to the Hub")

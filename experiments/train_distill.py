@@ -51,7 +51,7 @@ class Args(CommonArgs):
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Algorithm
-    teacher_model_name_or_path: str | None = arg(None, help="Hub name or folder of the teacher")
+    teacher_model_name_or_path: str | None = arg(None, help="Hub name or folder of the teacher", is_path=True)
     beta: float = arg(1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]")
     lmbda: float = arg(1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]")
 

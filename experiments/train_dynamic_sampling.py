@@ -64,7 +64,7 @@ class Args(CommonArgs):
 
     # Rewards
     reward_funcs: list[str] = arg(
-        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model"
+        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
     )
     reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")

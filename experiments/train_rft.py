@@ -43,7 +43,7 @@ from common.sampling import load_rewards, sample, score
 @dataclass
 class Args(CommonArgs):
     output_dir: str = arg("outputs/rft", help="folder for everything that the run writes")
-    reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides")
+    reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True)
     reward_threshold: float = arg(1.0, help="minimum sum of an accepted answer's rewards", within="(-inf, inf)")
     num_generations: int = arg(4, help="answers sampled for each prompt", within="[1, 1e5]")
     max_completion_length: int = arg(256, help="tokens of an answer; longer ones are rejected", within="[1, 1e7]")
@@ -120,8 +120,8 @@ def main(args: Args) -> None:
     file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
     if run.resume_from is None:  # else the file exists, with answers of the initial model
         write_accepted(args, accelerator, model, tokenizer, file)
-    elif accelerator.is_main_process and not file.exists():  # resumed from another folder
-        shutil.copy(run.resume_from.parent / file.name, file)
+    elif accelerator.is_main_process and (other := run.resume_from.parent / file.name).exists() and not file.exists():
+        shutil.copy(other, file)  # of the folder that it resumes from
     accelerator.wait_for_everyone()
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))

@@ -74,12 +74,12 @@ class Args(CommonArgs):
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Environment
-    environment_factory: str = arg("", help="file.py:Class, whose public methods are the tools")
+    environment_factory: str = arg("", help="file.py:Class, whose public methods are the tools", is_path=True)
     max_tool_calling_iterations: int = arg(8, help="maximum turns with tool calls in an episode", within="[0, 1e6]")
     tool_timeout: float = arg(10.0, help="time limit for a call of the environment, in seconds; 0: none", within="[0, 1e9]")
 
     # Rewards
-    reward_funcs: list[str] = arg([], help="as in train_grpo.py; unset: the environment's get_reward() alone")
+    reward_funcs: list[str] = arg([], help="as in train_grpo.py; unset: the environment's get_reward() alone", is_path=True)
     reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
     scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
     advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")

@@ -118,7 +118,6 @@ def test_intervals_are_those_of_mathematics(within, inside):
         ("--word=--x=1", "word", "--x=1"),
         ("--word ", "word", ""),
         ("--rate -1e-3", "rate", -1e-3),
-        ("--off=True", "off", True),
         ("--on false", "on", False),
         ("--maybe", "maybe", True),
         ("--words c d --word a", "words", ["c", "d"]),

@@ -111,7 +111,7 @@ HYBRIDS = {
     "lfm2": ("Lfm2Config", {**SIZE, **CONV}),
     "lfm2-moe": ("Lfm2MoeConfig", {**SIZE, **CONV, **MOE, "num_dense_layers": 1}),
     "lfm3": ("Lfm3Config", {**SIZE, **CONV}),
-    "falcon-h1": ("FalconH1Config", {**SIZE, **SSM, "mamba_d_ssm": 64}),
+    "falcon-h1": ("FalconH1Config", {**SIZE, **SSM, "mamba_d_ssm": 64, "mamba_proj_bias": True}),
     "nemotron-h": (
         "NemotronHConfig",
         {name: SIZE[name] for name in SIZE if name != "num_hidden_layers"}
@@ -127,7 +127,7 @@ HYBRIDS = {
     "jamba": (
         "JambaConfig",
         {**SIZE, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-        | {"num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
+        | {"num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_proj_bias": True},
     ),
     "mamba": ("MambaConfig", PURE),
     "mamba2": ("Mamba2Config", {**PURE, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8}),
@@ -167,7 +167,7 @@ def spread(name: str, sizes: dict, seed: int = 0, **options: str) -> transformer
     lm = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     with torch.no_grad():
         for name, p in lm.named_parameters():
-            if p.dim() >= 2 or "sinks" in name:
+            if p.dim() >= 2 or "sinks" in name or name.endswith("proj.bias"):
                 p.normal_(0, 0.2)
     return lm
 

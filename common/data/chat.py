@@ -219,7 +219,7 @@ def _holds(written: str, message: Message, marks: list[str]) -> bool:
     names = [str((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []]
     if not all(name and written.count(name) >= names.count(name) for name in names):
         return False
-    parts = (message["content"], message.get("reasoning_content") or message.get("thinking") or "", written)
+    parts = (message["content"], message.get("reasoning_content") or "", written)
     said, thought, written = ("".join(part.split()) for part in parts)
     if thought not in written:
         return False

@@ -141,7 +141,8 @@ def as_preference(columns: Columns) -> dict[str, Any]:
             n = len(repeated)
             if n and len(chosen) > n and chosen[:n] == repeated and rejected[:n] == repeated:
                 chosen, rejected = chosen[n:], rejected[n:]
-    if isinstance(prompt, list):  # turns that both sides share are no answer
+    by_assistant = all(isinstance(side, list) and side[:1] and side[0]["role"] == "assistant" for side in (chosen, rejected))
+    if format == "implicit_prompt" or by_assistant:  # turns that both sides share are no answer
         pairs = enumerate(zip(chosen, rejected, strict=False))
         starts = [n for n, (a, b) in pairs if a["role"] == b["role"] == "assistant" and chosen[:n] == rejected[:n]]
         n = max(starts, default=0)
@@ -305,7 +306,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     again."""
     function = dict(call.get("function") or call)
     if isinstance(arguments := function.get("arguments"), str):
-        function["arguments"] = json.loads(arguments or "{}")
+        function["arguments"] = json.loads(arguments.strip() or "{}")
     return (call if "function" in call else {"type": "function"}) | {"function": function}
 
 

@@ -77,7 +77,8 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
     else:
         change = {"split": args.dataset_eval_split, "max_samples": most}
         splits = [dataclasses.replace(source, **change) for source in train if source.split != args.dataset_eval_split]
-        evaluation = [source for source in splits if _has_split(source)]
+        trained = {file for source in train for file in files_of(source) or ()}
+        evaluation = [source for source in splits if _has_split(source) and trained.isdisjoint(files_of(source) or ())]
     return train, evaluation
 
 

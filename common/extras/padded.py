@@ -25,9 +25,10 @@ from torch import Tensor, nn
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-# Layers of transformers' cache that hold rows with padding on their left.
-PADDABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
-PADDABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+# Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
+PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
+JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
+JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
 def call_padded(
@@ -76,7 +77,7 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
     if not model.padded and not _mixers(model):
         return Way(partial(FlatDecoder, lm), CACHED)
     # Positions may be counted with the padding (Llama 4), or entries be selected and compressed.
-    equal_lengths = model.padded or any(type(layer).__name__ not in PADDABLE for layer in _new_cache(inner).layers)
+    equal_lengths = model.padded or any(type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers)
     return Way(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
 
 
@@ -85,7 +86,7 @@ def cache_name(model: FlatModel) -> str | None:
     lm, mixers = base_lm(model.lm), _mixers(model)
     accepted = inspect.signature(lm.forward).parameters
     own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
-    if any(hasattr(layer, "conv_states") for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
+    if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
         return None  # the layers keep their state elsewhere
     if "past_key_values" in accepted:
         return "past_key_values"
@@ -145,21 +146,26 @@ class PaddedDecoder:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
         optional = {"position_ids": position_ids, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self.accepted}
-        if self.cache_name == "past_key_values" or ids.shape[1] > 1:  # Mamba would multiply a single token by the mask
+        if self.cache_name == "past_key_values":  # the others would multiply the new token by the mask
             optional["attention_mask"] = mask
         out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
         return out.logits[:, -1].float()
 
     def read_prompts(self) -> Tensor:
-        lengths = torch.tensor([len(prompt) for prompt in self.prompts])
-        longest = int(lengths.max())
-        self.mask = (torch.arange(longest) >= longest - lengths[:, None]).long().to(self.device)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in self.prompts], device=self.device)
-        self.position = lengths.to(self.device) - 1  # of the newest token
-        self.cache = _new_cache(base_lm(self.lm))
-        logits = self._call(ids, self.mask, (self.mask.cumsum(-1) - 1).clamp(min=0), self.cache)
-        self._select(self.owner)
-        return logits[self.owner]
+        lengths = np.array([len(prompt) for prompt in self.prompts])
+        order, logits, caches = np.argsort(lengths, kind="stable"), [], []
+        for length in np.unique(lengths):
+            ids = torch.tensor([self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device)
+            position_ids = torch.arange(length, device=self.device).expand_as(ids)
+            caches.append(_new_cache(base_lm(self.lm)))
+            logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
+        self.cache = _joined(caches, int(lengths.max()))
+        in_order = to_device(lengths[order], self.device)[:, None]
+        self.mask = (torch.arange(lengths.max(), device=self.device) >= lengths.max() - in_order).long()
+        self.position = in_order[:, 0] - 1  # of the newest token
+        rows = to_device(np.argsort(order), self.device)[self.owner]
+        self._select(rows)
+        return torch.cat(logits)[rows]
 
     def _select(self, rows: Tensor) -> None:
         self.cache.reorder_cache(rows)
@@ -174,6 +180,27 @@ class PaddedDecoder:
         self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
         self.position = self.position + 1
         return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
+
+
+def _joined(caches: list[DynamicCache], length: int) -> DynamicCache:
+    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of the last one.
+
+    Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
+    """
+    cache = caches[-1]
+    for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):
+        others = others[::-1]  # shortest prompts first
+        for name, value in vars(layer).items():
+            if name in PER_TOKEN and torch.is_tensor(value):
+                parts = [getattr(other, name) for other in others]
+                parts = [F.pad(part, (0, 0, value.shape[-2] - part.shape[-2], 0)) for part in parts]
+                setattr(layer, name, torch.cat([*parts, value]))
+            elif name in STATES:
+                states = [getattr(other, name) for other in others]
+                for i, state in value.items():
+                    if state is not None:
+                        value[i] = torch.cat([*(other[i] for other in states), state])
+    return cache
 
 
 class WholeDecoder:

@@ -10,6 +10,7 @@ from common.data.sources import Source, lines
 from common.data.types import Row
 from common.errors import UserError
 
+OF_CHATS = {"role", "from", "function", "parameters"}  # keys of messages and tools
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
 
@@ -43,12 +44,15 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(columns: dict[str, Any], where: str) -> Row:
-    return Row({name: _as_written(value) if isinstance(value, list) else value for name, value in columns.items()}, where)
+    for name, value in columns.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and not OF_CHATS.isdisjoint(value[0]):
+            columns[name] = _as_written(value)
+    return Row(columns, where)
 
 
 def _as_written(value: Any) -> Any:
-    """A list from a table, which gives its objects (a tool's parameters, the arguments of a call) the keys that any of them
-    has: without those that are None."""
+    """Messages or tools from a table, which gives their objects (parameters, arguments) the keys that any of them has:
+    without those that are None."""
     if isinstance(value, dict):
         return {key: _as_written(item) for key, item in value.items() if item is not None}
     return [_as_written(item) for item in value] if isinstance(value, list) else value
@@ -62,7 +66,7 @@ def read_dataset(source: Source, at: int) -> Iterator[Row]:
     number = at
     try:
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
-            yield _row(columns, f"{source.path} row {number}")
+            yield _row(dict(columns), f"{source.path} row {number}")
     except Exception as error:  # the library and the network raise many kinds
         raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
 

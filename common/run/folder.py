@@ -19,7 +19,7 @@ import socket
 from typing import Any, TextIO
 
 from accelerate import Accelerator
-from common.args import CommonArgs, defaults, may_change, save_args
+from common.args import CommonArgs, declared, defaults, may_change, save_args
 from common.errors import UserError, is_of_the_disk, say
 from common.files import file_hash, find_damage
 from common.processes import on_main_process
@@ -106,8 +106,9 @@ def refuse_foreign_folder(args: CommonArgs) -> None:
     """Raise UserError if the run would write over what it reads, or over files that no run has written."""
     folder = Path(args.output_dir)
     for flag, named in vars(args).items():
-        for name in (named if isinstance(named, list) else [named]) if flag not in OWN else []:
-            if name and os.path.exists(str(name)) and Path(str(name)).resolve().is_relative_to(folder.resolve()):
+        reads = declared(type(args), flag)["is_path"] and flag not in OWN
+        for name in (named if isinstance(named, list) else [named]) if reads and named else []:
+            if Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
     if earlier_args(folder) is None and not read_args(folder):
         found = [file for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES) for file in folder.glob(pattern) if file.is_file()]

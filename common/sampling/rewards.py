@@ -32,8 +32,8 @@ REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the
 LARGEST = 1e15  # largest reward: its square is finite in float32
 # A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?")
-OWED = re.compile(r"(?<![\w)])-\s?\\?[$€£¥₹]\s?")  # -$5
-GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3})")  # 1{,}000 in TeX
+OWED = re.compile(r"(?<![^\W_]|[)])-\\?[$€£¥₹] ?")  # -$5
+GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3}(?!\d))")  # 1{,}000 in TeX
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
 FORMULA = re.compile(r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b")
 

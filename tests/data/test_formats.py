@@ -229,6 +229,7 @@ def test_answers_may_go_on_with_what_others_say():
         ({"chosen": [U, A], "rejected": [A, B]}, "no shared prompt"),
         ({"prompt": "q", "chosen": [U | {"content": "q!"}, A], "rejected": [B]}, "does not start with the assistant"),
         ({"prompt": [U], "chosen": [U, A], "rejected": [U]}, "does not start with the assistant"),
+        ({"prompt": "q", "chosen": [S, U, A], "rejected": [S, U, B]}, "does not start with the assistant"),
         ({"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'}, "--columns unused=tools"),
     ],
 )

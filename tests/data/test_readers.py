@@ -110,12 +110,12 @@ def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
         call = {"type": "function", "function": {"name": name, "arguments": {key: "x", "several": [None, 1]}}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         tools = [{"type": "function", "function": {"name": name, "parameters": {"properties": {key: {"type": "string"}}}}}]
-        rows.append({"messages": [answer], "tools": tools, "extra": {"city": 1, key: None}})
+        rows.append({"messages": [answer], "tools": tools, "tests": [{"city": 1, key: None}]})
     options = {"on_mixed_types": "use_json"} if how == "json" else {}
     datasets.Dataset.from_list(rows, **options).to_parquet(tmp_path / "train.parquet")
     for row, (read, _) in zip(rows, read_rows(Source(str(tmp_path))), strict=True):
         assert read["messages"] == row["messages"] and read["tools"] == row["tools"]
-        assert read["extra"] == {"zone": None} | row["extra"] or how == "json"  # what rewards look up is there
+        assert read["tests"] == [{"zone": None} | row["tests"][0]] or how == "json"  # what rewards look up is there
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "txt", "csv", "parquet", "jsonl.gz", "txt.gz", "csv.gz"])

@@ -232,6 +232,7 @@ def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
 
 
 def test_only_lora_adapters_are_read(tmp_path):
-    peft.IA3Config(task_type="CAUSAL_LM", base_model_name_or_path="x").save_pretrained(tmp_path / "ia3")
-    with pytest.raises(UserError, match="only LoRA is known here"):
-        adapter_config(tmp_path / "ia3")
+    for kind, task in ((peft.IA3Config, "CAUSAL_LM"), (peft.LoraConfig, "SEQ_CLS")):
+        kind(task_type=task, base_model_name_or_path="x").save_pretrained(tmp_path / task)
+        with pytest.raises(UserError, match="only LoRA of causal language models is known"):
+            adapter_config(tmp_path / task)
