@@ -90,9 +90,11 @@ def load_merged(
     trust = {"trust_remote_code": options.get("trust_remote_code", False)}
     with hub_errors("model", name):
         files = AutoConfig.from_pretrained(name, revision=at, **trust)
-        lm = AutoModelForCausalLM.from_pretrained(name, revision=at, **options)
     if getattr(files, "quantization_config", None) is not None:
-        raise UserError(f"the base {name} is quantised: name the model that it was made of, in its own dtype, with --base")
+        other = f"python -m tools.merge_lora {adapter} OUT --base THE_MODEL"
+        raise UserError(f"the base {name} is quantised: merge into the model that it was made of, in its own dtype: {other}")
+    with hub_errors("model", name):
+        lm = AutoModelForCausalLM.from_pretrained(name, revision=at, **options)
     with contextlib.suppress(OSError, ValueError):  # there may be no tokenizer beside the adapter
         grow_embedding(lm, len(AutoTokenizer.from_pretrained(adapter, revision=revision, **trust)))
     adapted = peft.PeftModel.from_pretrained(lm, adapter, revision=revision)

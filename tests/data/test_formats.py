@@ -61,7 +61,6 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
         ({"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALLS["tool_calls"]))]}, [U, CALLS]),
         ({"instruction": "q", "output": "a"}, [U, A]),
         ({"instruction": "q", "input": "", "output": "a", "system": "", "history": []}, [U, A]),
-        ({"instruction": "q", "input": None, "output": "a", "system": None, "history": None}, [U, A]),
         (
             {"instruction": "q", "input": "x", "output": "a", "system": "s", "history": [["u1", "a1"]]},
             [S, *H, U | {"content": "q\nx"}, A],

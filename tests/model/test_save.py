@@ -160,6 +160,11 @@ def test_what_cannot_be_merged_leaves_nothing(adapter, tmp_path):
     with pytest.raises(UserError, match="cannot load the model .*/base"):
         merge_adapter(str(adapter), str(out))
     merge_adapter(str(adapter), str(tmp_path / "found"), str(moved))
+    quantised = json.loads((moved / "config.json").read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(quantised))
+    with pytest.raises(UserError, match="base is quantised: .* --base THE_MODEL"):
+        merge_adapter(str(adapter), str(out))
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="cannot load the adapter"):
         merge_adapter(str(adapter), str(out), str(moved))

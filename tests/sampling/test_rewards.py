@@ -53,14 +53,12 @@ CHAT = [{"role": "user", "content": "q"}]
         ("**Answer:** 72 (of 100)", "72", 1),
         (r"So \boxed{72} of 100", "72", 1),
         (r"Answer: \boxed{72}", "72", 1),
-        ("1,234,567", "1234567", 1),
         ("#### 1,000,", "1000", 1),
         ("", "72", 0),
         ("Answer: I do not know, 72?", "72", 1),
         ("10-3", "3", 1),
         ("it is .5", "0.5", 1),
         ("the numbers 1,2,3", "3", 1),
-        ("pages 3-5", "5", 1),
         ("72 Answer: none", "72", 1),  # a mark without a number after it is no mark
         ("The answer is −5", "5", 0),
         ("The answer is −5", "−5", 1),
@@ -195,12 +193,10 @@ def test_where_prompts_are_chats_completions_are_messages(tmp_path):
         ("return [1e308, 1.0]", "returned [1e+308"),
         ("return [10**5000, 1.0]", "returned <list>"),
         ("return ['y' * 10**7, 1.0]", "returned ['yyyy"),
-        ("return [[1.0], [2.0]]", "returned [[1.0]"),
         ("import json; json.loads('{')", "my_rewards.py:2)"),  # one's own line, though a library raised it
         ("raise ValueError('x' * 10**7)", "raised ValueError: xxx"),
         ("class E(Exception):\n        def __str__(self): 1/0\n    raise E", "raised E: <E> ("),
         ("import sys; sys.exit(3)", "raised SystemExit: 3 ("),
-        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
     ],
 )
 @pytest.mark.parametrize("kind", ["def", "async def"])
