@@ -77,8 +77,9 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
     else:
         change = {"split": args.dataset_eval_split, "max_samples": most}
         splits = [dataclasses.replace(source, **change) for source in train if source.split != args.dataset_eval_split]
-        trained = {file for source in train for file in files_of(source) or ()}
-        evaluation = [source for source in splits if _has_split(source) and trained.isdisjoint(files_of(source) or ())]
+        trained = {file.resolve() for source in train for file in files_of(source) or ()}
+        apart = [source for source in splits if trained.isdisjoint(file.resolve() for file in files_of(source) or ())]
+        evaluation = [source for source in apart if _has_split(source)]
     return train, evaluation
 
 

@@ -10,7 +10,7 @@ from common.data.sources import Source, lines
 from common.data.types import Row
 from common.errors import UserError
 
-OF_CHATS = {"role", "from", "function", "parameters"}  # keys of messages and tools
+OF_CHATS = {"role", "from", "function", "parameters", "input_schema"}  # keys of messages and tools
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
 

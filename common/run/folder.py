@@ -108,7 +108,7 @@ def refuse_foreign_folder(args: CommonArgs) -> None:
     for flag, named in vars(args).items():
         reads = declared(type(args), flag)["is_path"] and flag not in OWN
         for name in (named if isinstance(named, list) else [named]) if reads and named else []:
-            if Path(name).exists() and Path(name).resolve().is_relative_to(folder.resolve()):
+            if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
     if earlier_args(folder) is None and not read_args(folder):
         found = [file for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES) for file in folder.glob(pattern) if file.is_file()]

@@ -205,26 +205,21 @@ def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
     shutil.copytree(BASE, tmp_path / "model")
     shutil.copy(BASE / "chat_template.jinja", tmp_path / "mine.jinja")
     rows = (ROOT / "data/sft/train.jsonl").read_bytes().splitlines(True)[:20]
-    for name in ("rows.jsonl", "held-out rows.jsonl", "prompts.json"):
+    held = "held-out rows for eval_loss.jsonl"
+    for name in ("rows.jsonl", held, "prompts.json"):
         (tmp_path / name).write_bytes(b"".join(rows))
     (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return len(text) / 100\n")
     (tmp_path / "reward.py").write_text(REWARD)
     words = [*SFT, *more, "--dataset_name", f"{tmp_path}/rows.jsonl", "--eval_reward_funcs", f"{tmp_path}/reward.py:score"]
+    words += [f"regex:{'a|' * 200}"]  # too long for the name of a file
     words += ["--chat_template", f"{tmp_path}/mine.jinja", "--model_name_or_path", f"{tmp_path}/model", "--use_peft"]
     words += ["--save_steps", "1", "--save_best", "eval_loss", "--eval_steps", "1", "--eval_max_new_tokens", "1"]
-    words += ["--eval_dataset_name", f"{tmp_path}/held-out rows.jsonl", "--eval_prompts", f"{tmp_path}/prompts.json"]
+    words += ["--eval_dataset_name", f"{tmp_path}/{held}", "--eval_prompts", f"{tmp_path}/prompts.json"]
     whole = launch("sft", *words, "--max_steps", "2", output="whole")
     launch("sft", *words, "--max_steps", "1")
-    files = (
-        "reward.py",
-        "plainloop_points.py",
-        "mine.jinja",
-        "model/tokenizer.json",
-        "model/model.safetensors",
-        "prompts.json",
-    )
+    files = "reward.py plainloop_points.py mine.jinja model/tokenizer.json model/model.safetensors prompts.json".split()
     edits = [("rows.jsonl", b"".join(r)) for r in (rows[1:] + rows[:1], [rows[0].replace(b"3", b"2"), *rows[1:]], rows[:-1])]
-    edits += [("held-out rows.jsonl", b"".join(rows[1:])), *((name, (tmp_path / name).read_bytes()) for name in files)]
+    edits += [(held, b"".join(rows[1:])), *((name, (tmp_path / name).read_bytes()) for name in files)]
     for name, content in edits:
         file = tmp_path / name
         before, kept = file.read_bytes(), shutil.copy2(file, tmp_path / "kept")
