@@ -23,10 +23,10 @@ from common.errors import UserError
 from common.extras import extra
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
-# Other names of splits, as the datasets library knows them.
+# Other names of splits, as the datasets library knows them; and words in the names of files that are held out.
 ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
-HELD_OUT = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
-HELD_OUT = re.compile(f"(^|[^a-z])({HELD_OUT})([^a-z]|$)", re.IGNORECASE)  # of a file's name
+WORDS = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
+HELD_OUT = re.compile(f"(^|[^a-z])({WORDS})([^a-z]|$)", re.IGNORECASE)
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
