@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from common.args import CommonArgs
 from common.errors import UserError, say
@@ -25,6 +26,8 @@ PRECISIONS = ("no", "bf16", "fp16", "fp8")
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict[str, str]]:
     """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the inputs known so
     far. Refuses misconfigured launches, and claims the output folder."""
+    if args.report_to not in (None, "none", *map(str, get_available_trackers())) and not args.dry_run:
+        raise UserError(f"--report_to {args.report_to} needs it installed: pip install {args.report_to}")
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
     try:
@@ -40,8 +43,6 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
         )
     except (ValueError, RuntimeError, KeyError, ImportError) as error:  # an unusable environment variable or config
         raise UserError(f"Accelerate does not start as it is configured ({type(error).__name__}: {error})") from None
-    if args.report_to not in (None, "none") and not args.dry_run and not accelerator.log_with:
-        raise UserError(f"--report_to {args.report_to} needs it installed: pip install {args.report_to}")
     refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
