@@ -13,6 +13,7 @@ import json
 import os
 from pathlib import Path
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -53,6 +54,12 @@ def arguments(description: str | None, rounds: int = 3, **more: dict[str, Any]) 
     if not (INPUTS / "done").exists() or (INPUTS / "done").read_text() != made_by:
         run_process([str(HERE / "prepare.py"), str(INPUTS)])
     return args
+
+
+def failure(printed: str) -> RuntimeError:
+    """Of a process that failed: its last line that names an exception. What it printed before is shown."""
+    print(printed[-3000:], file=sys.stderr, flush=True)
+    return RuntimeError((re.findall(r"^[\w.]+: .*", printed, re.M) or printed.splitlines() or ["no output"])[-1])
 
 
 def run_process(words: list[str], env: dict[str, str] | None = None, python: str = sys.executable) -> float:

@@ -12,7 +12,7 @@ import tempfile
 import time
 from typing import Any, NamedTuple
 
-from compare import HERE, ROOT, our_words, rate
+from compare import HERE, ROOT, failure, our_words, rate
 from gpu_bench import Bench, Row
 import grpo_task
 
@@ -79,7 +79,7 @@ def scripts(bench: Bench) -> None:
 
 
 def run_script(bench: Bench, script: str, variant: Variant, out: Path) -> tuple[list[Row], float]:
-    """Metrics of each step, and seconds. Raises RuntimeError with the end of its output."""
+    """Metrics of each step, and seconds. Raises RuntimeError with what it failed of."""
     steps = bench.sizes["steps"]
     saved = steps // 2 if variant.is_killed else 0
     words = f"train_{script}.py {SCRIPTS[script]} {QUIET} --save_steps {saved} --max_steps {steps} --output_dir {out} {variant.words}"
@@ -102,7 +102,7 @@ def run_script(bench: Bench, script: str, variant: Variant, out: Path) -> tuple[
             process = start()
         if process.wait():
             log.seek(0)
-            raise RuntimeError(" ".join(log.read().split())[-300:])
+            raise failure(log.read())
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], time.time() - began
 
 
@@ -146,7 +146,7 @@ def trl(bench: Bench) -> None:
                 env = os.environ | {"ACCELERATE_MIXED_PRECISION": precision}
                 done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
                 if done.returncode:
-                    raise RuntimeError(" ".join((done.stderr or done.stdout).split())[-300:])
+                    raise failure(done.stdout + done.stderr)
                 found = json.loads(result.read_text())
                 row |= {
                     "chats": batch,

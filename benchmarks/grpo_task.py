@@ -26,6 +26,8 @@ import tempfile
 import time
 from typing import Any
 
+from compare import failure
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TASK = HERE / "grpo_task.yaml"
@@ -67,7 +69,7 @@ SIDES = {"ours": ours, "TRL": trl}
 
 
 def run_side(side: str, seed: int, precision: str, steps: int, timeout: float | None = None) -> dict[str, Any]:
-    """Raises RuntimeError with the end of its output where it fails, subprocess.TimeoutExpired."""
+    """Raises RuntimeError with what it failed of, subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
         words, environ, model = SIDES[side](Path(folder), seed, precision, steps)
         began = time.time()
@@ -75,7 +77,7 @@ def run_side(side: str, seed: int, precision: str, steps: int, timeout: float | 
             [sys.executable, *words], cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=timeout
         )
         if done.returncode:
-            raise RuntimeError(" ".join((done.stderr or done.stdout).split())[-600:])
+            raise failure(done.stdout + done.stderr)
         found = json.loads((Path(folder) / "result.json").read_text())
         after = evaluate(model)
     wall, rewards = found["wall"], [m.get("reward", m.get("reward/mean")) for m in found["metrics"]]
@@ -133,7 +135,7 @@ def main() -> None:
             try:
                 rows.append(run_side(side, seed, args.precision, args.steps) | {"right before": before})
             except RuntimeError as error:
-                rows.append({"side": side, "seed": seed, "failed": str(error)[-200:]})
+                rows.append({"side": side, "seed": seed, "failed": str(error)[:200]})
             print(rows[-1], file=sys.stderr, flush=True)
             if args.out:
                 args.out.write_text(
