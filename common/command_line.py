@@ -93,7 +93,6 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         last_words(error)
         raise
     sys.stdout.flush()
-    sys.stderr.flush()
     if code or os.environ.get("WORLD_SIZE", "1") != "1":  # see NEVER_FREED in common/run/launch.py
         os._exit(int(code))
 

@@ -195,7 +195,7 @@ def test_the_commands_on_data_of_ones_own_run(stage, launch, local):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["README.md", "docs/use.md", "docs/parallel.md", "docs/models.md", "docs/regression.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/use.md", "docs/parallel.md", "docs/regression.md"])
 def test_the_other_commands_run_as_they_stand(name, local):
     """But for fewer steps; not those on a Hub, a server or a cluster."""
     pytest.importorskip("peft")
