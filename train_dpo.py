@@ -79,7 +79,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=as_preference)
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length, prompt_of=as_preference)
     if args.packing:
         train = pack(train, 2 * args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=2)  # a pair stays together

@@ -45,8 +45,7 @@ def arg(
     intervals, "-1 or [1, 1e12]". Unset: any finite number. A script that changes a shared argument's default need not repeat
     it.
     """
-    metadata = {"help": help, "within": within, "may_change": may_change, "is_path": is_path, "goes_with": goes_with}
-    metadata["needs"] = needs
+    metadata = dict(help=help, within=within, may_change=may_change, is_path=is_path, goes_with=goes_with, needs=needs)
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -240,8 +239,8 @@ def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
     found = {}
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
-        found[f.name] = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
-        found[f.name] = None if found[f.name] == "no" else found[f.name]
+        rule = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
+        found[f.name] = None if rule == "no" else rule
     return found
 
 

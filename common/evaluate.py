@@ -129,6 +129,7 @@ def load_eval_prompts(
     tokenizer: Tokenizer,
     train: Shuffled | Rows,
     held_out: Examples | Rows,
+    max_length: int | None = None,
     *,
     prompt_of: Callable[[Row], dict[str, Any]] = as_prompt,
     encode: Callable[[Row, Tokenizer, Any], dict[str, Any]] | None = None,
@@ -136,7 +137,7 @@ def load_eval_prompts(
     weights: list[float] | None = None,
 ) -> EvalPrompts:
     """The prompts of --eval_prompts; if no file is named, GRPO's held-out rows, or else the prompts of the first num_samples
-    held-out (or training) rows that have one, without other columns.
+    held-out (or training) rows that have one of at most max_length tokens, without other columns.
 
     prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): converts a row of --eval_prompts for
     sampling, if training has its own way. rewards, weights: score the completions if --eval_reward_funcs is not given, and
@@ -157,7 +158,7 @@ def load_eval_prompts(
     found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
     for row in itertools.islice(found, 50 * args.num_samples):
         with contextlib.suppress(BadRow, UserError):  # a row without a prompt is not an error here
-            rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer))
+            rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer, max_length))
         if len(rows) == args.num_samples:
             break
     return EvalPrompts(rows, *scoring)
@@ -193,9 +194,8 @@ def complete(
             max_new_tokens=[limits[i] for i in mine],
             temperature=temperature,
         )
-    found = dict(gather_lists(accelerator, [(i, (s.ids, s.finished)) for i, s in zip(mine, sampled, strict=True)]))
-    completions = [found[i] for i in range(len(prompts))]
-    return [Completed(ids, tokenizer.decode(ids, skip_special_tokens=True), finished) for ids, finished in completions]
+    found = sorted(gather_lists(accelerator, [(i, s.ids, s.finished) for i, s in zip(mine, sampled, strict=True)]))
+    return [Completed(ids, tokenizer.decode(ids, skip_special_tokens=True), finished) for _, ids, finished in found]
 
 
 def complete_prompts(

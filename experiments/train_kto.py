@@ -96,7 +96,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)
     if args.packing:
         train = pack(train, args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)

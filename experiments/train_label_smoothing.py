@@ -59,7 +59,7 @@ def main(args: Args) -> None:
     # --- data --------------------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)  # a file's, or held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)

@@ -86,7 +86,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
 
 def first_words(row: Row, field: str) -> dict[str, str]:
     """The start of a document, which evaluations continue."""
-    return {"prompt": " ".join(as_text(row, field).split()[:8])}
+    return {"prompt": " ".join(as_text(row, field)[:100].split()[:8])}
 
 
 def new_model_config(args: Args, tokenizer: Tokenizer):

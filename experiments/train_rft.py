@@ -126,7 +126,7 @@ def main(args: Args) -> None:
     own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))
     train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out)  # from a file, else the first held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)  # a file's, or held-out ones
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)

@@ -36,7 +36,7 @@ FLOORS = [
 ]
 # Code lines: without comments, docstrings and blank lines.
 LONGEST = 320  # of a module
-LIGHT = {"common without extras": (6_000, 48), "common": (8_754, 77), "tests": (14_000, 118)}
+LIGHT = {"common without extras": (6_000, 48), "common": (8_759, 77), "tests": (14_000, 118)}
 SCRIPT_LINES = {
     "train_grpo": 240,
     "experiments.train_grpo_ahead": 300,

@@ -79,7 +79,8 @@ def solved(*args: Any, **columns: Any) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m tools.reasoning_tasks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser("python -m tools.reasoning_tasks", **how)
     parser.add_argument("task", help="its name in reasoning-gym")
     parser.add_argument("folder", type=Path)
     parser.add_argument("settings", nargs="*", help="NAME=VALUE, of the task")

@@ -40,7 +40,8 @@ OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser("python -m tools.report", **how)
     parser.add_argument("folders", nargs="+", help="output folders, of which the first is what the others are compared with")
     parser.add_argument("--to", help="output file; unset: report.html in the folder, or for several comparison.html here")
     args = parser.parse_args(words)

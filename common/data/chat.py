@@ -102,7 +102,7 @@ def assistant_spans(
             if start < at or (text.startswith(upto) and end > len(upto)) or not _holds(text[start:end], message, marks):
                 raise BadRow(
                     "the chat template changes an answer or ends its turn in another way "
-                    "(try --train_on last_turn, or --chat_template chatml)"
+                    "(try --train_on last_turn, --chat_template chatml, or for reasoning_content a template that writes it)"
                 )
             at = end
         elif message["role"] != "assistant" and (content := message["content"].strip()):

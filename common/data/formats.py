@@ -271,8 +271,10 @@ def _messages(value: Any) -> list[Message]:
         if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
             calls, content = json.loads(content), ""
         message = {"role": ROLES[name], "content": unicode(content)}
-        extras = ("reasoning_content", "thinking", "name", "tool_call_id")
-        message |= {key: turn[key] for key in extras if turn.get(key) is not None}
+        # Some templates read the one name, some the other.
+        thoughts = [turn[key] for key in ("reasoning_content", "thinking", "reasoning") if turn.get(key) is not None]
+        message |= {key: thought for thought in thoughts[:1] for key in ("reasoning_content", "thinking")}
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
         if calls or name == "function_call":
             message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
         if not _is_trained(turn):

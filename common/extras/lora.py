@@ -136,6 +136,8 @@ def add_lora(
         raise UserError(f"{flags}: {reason}") from None
     if args.merge_lora:
         check_mergeable(lm)
+        if getattr(model.lm.config, "quantization_config", None) and not (args.load_in_4bit or args.load_in_8bit):
+            raise UserError(f"--merge_lora: {base} is quantised: merge later, by tools.merge_lora with --base THE_MODEL")
     if start is not None:
         lm.load_adapter(str(start), START)
         lm.set_adapter(TRAINED)  # before peft 0.21, loading another adapter freezes this one
@@ -157,7 +159,8 @@ def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> No
 def check_mergeable(lm: nn.Module) -> None:
     """Raise UserError if two adapters share one weight (Zamba2's shared blocks): merging would add both to it."""
     adapted = [module for module in lm.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
-    if len({id(module.base_layer.weight) for module in adapted}) < len(adapted):
+    # parameter_name: of stacked experts
+    if len({id(getattr(m.get_base_layer(), getattr(m, "parameter_name", "weight"))) for m in adapted}) < len(adapted):
         raise UserError(f"{type(lm.get_base_model()).__name__} has layers that share weights: its adapters cannot be merged")
 
 
@@ -197,7 +200,8 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
 
 def import_peft(needed_for: str) -> ModuleType:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; it warns about a kernel that is not needed
-    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # transformers' warning to peft
+    # transformers' warning to peft, and one of peft about patterns that others of its patterns serve.
+    warnings.filterwarnings("ignore", ".*(is_gradient_checkpointing|_pattern keys did not match)")
     try:
         import peft
     except ImportError:

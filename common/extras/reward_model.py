@@ -15,10 +15,13 @@ def load(name: str, device: torch.device) -> Callable[..., list[float]]:
     transformers.utils.logging.disable_progress_bar()
     try:
         # False rather than unset: transformers would prompt for running the model's own code.
-        model = AutoModelForSequenceClassification.from_pretrained(name, num_labels=1, trust_remote_code=False)
+        load = AutoModelForSequenceClassification.from_pretrained
+        model, found = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
+        if found["missing_keys"]:
+            raise ValueError("it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)")
         model = model.to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
         raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None

@@ -23,8 +23,8 @@ class Tracker:
             config = None  # a changed config would start a new run each time
         self.id = state.get("id") or uuid.uuid4().hex[:21]  # swanlab's length
         same, name = {"id": self.id, "resume": "allow"}, args.run_name or Path(args.output_dir).name
-        settings = {"wandb": same | {"name": name}, "swanlab": same | {"experiment_name": name}}
-        settings["tensorboard"] = {"purge_step": step + 1 if step else 0}
+        settings = {"wandb": same | {"name": name}, "swanlab": same | {"experiment_name": name}, "trackio": {"name": name}}
+        settings |= {"mlflow": {"run_name": name}, "tensorboard": {"purge_step": step + 1 if step else 0}}
         self.accelerator.init_trackers("plainloop", config=config, init_kwargs=settings)
 
     def state(self, step: int) -> dict[str, str]:

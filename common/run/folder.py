@@ -216,7 +216,8 @@ def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path) -
     then = defaults(type(args)) | before  # a flag that did not exist yet had its default
     changed = {name: (then[name], now) for name, now in vars(args).items() if then[name] != now}
     allowed, fixed = may_change(type(args)), [None]
-    if args.save_best and args.save_best == before.get("save_best"):
+    metrics = [re.sub("^(min:|max:)?(eval_)?", "", str(name)) for name in (args.save_best, before.get("save_best"))]
+    if args.save_best and metrics[0] == metrics[1]:
         fixed.append("evaluation")  # evaluations that are compared have to measure the same
     if refused := [name for name in changed if allowed[name] in fixed]:
         raise UserError(f"{earlier} is of another run ({_shown(changed, refused)}): {OTHERWISE}")
@@ -243,7 +244,7 @@ def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
 def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
     """Write the settings of this run to its folder; with --overwrite_output_dir, first delete the earlier run there.
 
-    Called once data and model are loaded, so that a misspelt name never costs a finished run. Raises OSError.
+    Called once data and model are loaded, so that a misspelt path never costs a finished run. Raises OSError.
     """
     folder = Path(args.output_dir)
     if args.overwrite_output_dir and earlier_args(folder) is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from common.args import CommonArgs
 from common.errors import UserError, say
@@ -27,7 +27,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the inputs known so
     far. Refuses misconfigured launches, and claims the output folder."""
     if args.report_to not in (None, "none", *map(str, get_available_trackers())) and not args.dry_run:
-        raise UserError(f"--report_to {args.report_to} needs it installed: pip install {args.report_to}")
+        raise UserError(f"--report_to {args.report_to}: pip install it, if it is one of {', '.join(LOGGER_TYPE_TO_CLASS)}")
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
     try:

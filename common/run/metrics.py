@@ -59,8 +59,6 @@ class Metrics:
         weights: of the values' shape, for instance the mask of the tokens that count; or one number for all of them.
         """
         for name, value in values.items():
-            if value is None:
-                raise ValueError(f"metrics.add: {name} is None: ask the model for it, as in model(batch, entropy=True)")
             if name.endswith("_max"):
                 self._add(name, torch.as_tensor(value).detach().amax(), 1.0)
             elif isinstance(value, Tensor):

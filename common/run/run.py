@@ -97,7 +97,7 @@ class Run:
         if accelerator.is_main_process:
             inputs = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
             if self.best:  # its evaluations must stay comparable
-                inputs[f"the held-out rows for {args.save_best}"] = str(self.held_out.digests())
+                inputs[f"the held-out rows for {self.best.name}"] = str(self.held_out.digests())
             inputs |= loaded_code(self.script)
             if self.resume_from:
                 refuse_changes(args, inputs, self.resume_from)

@@ -23,7 +23,8 @@ def turn(name, text):
 
 
 H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
-LONG = {"role": "assistant", "content": "x y" * 20_000, "reasoning_content": "because"}
+THOUGHT = {"reasoning_content": "because", "thinking": "because"}  # templates read one or the other
+LONG = {"role": "assistant", "content": "x y" * 20_000}
 NAMES = "system human user prompter gpt chatgpt assistant model tool observation function function_response"
 ROLES = ["system", *["user"] * 3, *["assistant"] * 4, *["tool"] * 4]
 CALL = {"name": "f", "arguments": {"a": [1, None]}}
@@ -38,8 +39,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]}, A]}, [U, A]),
         ({"messages": json.dumps([U, A])}, [U, A]),
         ({"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]}, [U, A]),
-        ({"messages": [U, LONG]}, [U, LONG]),
-        ({"messages": [U, A | {"thinking": "because"}]}, [U, A | {"thinking": "because"}]),
+        *(({"messages": [U, LONG | {name: "because"}]}, [U, LONG | THOUGHT]) for name in (*THOUGHT, "reasoning")),
         *(
             (
                 {"messages": [U, {"role": "assistant", "content": said, "function_call": {"name": "f", "arguments": text}}]},

@@ -109,10 +109,9 @@ def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
     for name, key in (("f", "city"), ("g", "zone")):
         call = {"type": "function", "function": {"name": name, "arguments": {key: "x", "several": [None, 1]}}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        schema = {"input_schema" if how == "columns" else "parameters": {"properties": {key: {"type": "string"}}}}
-        tools = [
-            {"name": name, **schema} if how == "columns" else {"type": "function", "function": {"name": name, **schema}}
-        ]
+        schema = {"inputSchema" if how == "columns" else "parameters": {"properties": {key: {"type": "string"}}}}
+        tool = {"name": name, **schema}
+        tools = [tool if how == "columns" else {"type": "function", "function": tool}]
         rows.append({"messages": [answer], "tools": tools, "tests": [{"city": 1, key: None}]})
     options = {"on_mixed_types": "use_json"} if how == "json" else {}
     datasets.Dataset.from_list(rows, **options).to_parquet(tmp_path / "train.parquet")

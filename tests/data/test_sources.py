@@ -80,8 +80,10 @@ def test_evaluation_is_on_the_evaluation_split(tmp_path):
 @pytest.mark.parametrize("name", ["val.jsonl", "dev-00000-of-00001.jsonl", "data/valid_1.jsonl", "Validation.jsonl"])
 @pytest.mark.parametrize("flags", [{}, {"eval_dataset_name": True}])
 def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, tmp_path):
-    """In data/, too, where a copy of a Hub dataset has its files."""
+    """In data/, too, where a copy of a Hub dataset has its files, beside which there may be others."""
     folder = tmp_path / name
+    if folder.parent != tmp_path:
+        (tmp_path / "LICENSE.txt").write_text("Permission is granted.")
     numbered(folder.parent / "train.jsonl", 9), numbered(folder, 2)
     train, evaluation = found(str(tmp_path), **dict.fromkeys(flags, [str(tmp_path)]))
     assert [len(columns(source)) for source in (*train, *evaluation)] == [9, 2]
@@ -107,11 +109,7 @@ def test_an_evaluation_dataset_is_its_split_or_whole(tmp_path):
 
 
 def test_an_eval_fraction_divides_each_source_in_two(tmp_path):
-    paths = [
-        numbered(tmp_path / "a.jsonl", 100),
-        numbered(tmp_path / "b.jsonl", 100, 100),
-        numbered(tmp_path / "c.jsonl", 1),
-    ]
+    paths = [numbered(tmp_path / f"{n}.jsonl", *rows) for n, *rows in (("a", 100), ("b", 100, 100), ("c", 1))]
     train, evaluation = found(*paths, dataset_weights=[2, 1, 1], eval_fraction=0.2, max_eval_samples=4)
     assert [(s.label, s.part, s.held_out) for s in train] == [(n, "train", 0.2) for n in "abc"]
     assert [(s.label, s.max_samples, s.weight) for s in evaluation] == [("a", 4, 2), ("b", 4, 1)]

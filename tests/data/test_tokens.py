@@ -87,7 +87,7 @@ def test_thinking_is_trained_or_refused():
     tokenizer = make_tokenizer(QWEN3)
     assert trained(tokenize_messages([*CHAT[:3], thinks], tokenizer), tokenizer) == ["It is 2.<|im_end|>", whole]
     chat = [CHAT[0], thinks, *CHAT[2:]]
-    with pytest.raises(BadRow, match="--train_on last_turn, or --chat_template chatml"):
+    with pytest.raises(BadRow, match="--train_on last_turn, --chat_template chatml"):
         tokenize_messages(chat, tokenizer)
     last = tokenize_messages(chat, tokenizer, train_on="last_turn")
     assert trained(last, tokenizer) == ["<think>\n\n</think>\n\n4\n\nYes, 4.<|im_end|>"]

@@ -8,7 +8,7 @@ from common.collators import flat_batch
 from common.errors import UserError
 from common.extras.lora import add_lora
 from common.extras.quantised import check_quantisation, dequantised
-from common.model.flat_model import count_parameters, is_quantised
+from common.model.flat_model import FlatModel, count_parameters, is_quantised
 from common.model.load import load_pretrained
 from common.model.wrap import wrap
 import numpy as np
@@ -114,3 +114,7 @@ def test_a_promise_of_quantised_weights_is_checked(bitsandbytes, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="take out that entry"):
         load_pretrained(CommonArgs(), tmp_path)
+    model = FlatModel(tiny_lm("llama"))
+    model.lm.config.quantization_config = config["quantization_config"]
+    with pytest.raises(UserError, match="is quantised: merge later"):
+        add_lora(CommonArgs(use_peft=True, merge_lora=True), model)

@@ -191,10 +191,10 @@ def test_a_head_with_a_bias_cannot_train_single_rows():
 # --- the adapter at the start ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def adapter(tmp_path):
-    """The folder of a trained adapter of a tiny llama, which lies beside it."""
-    tiny_lm("llama").save_pretrained(tmp_path / "base")
+@pytest.fixture(params=["llama", "mixtral"])
+def adapter(tmp_path, request):
+    """The folder of a trained adapter of a tiny model, which lies beside it."""
+    tiny_lm(request.param).save_pretrained(tmp_path / "base")
     model = add_lora(CommonArgs(**ARGS), load_pretrained(CommonArgs(), tmp_path / "base"))
     disturb(model)
     model.lm.save_pretrained(tmp_path / "adapter")

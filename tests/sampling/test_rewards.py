@@ -278,6 +278,9 @@ def test_a_reward_model_scores_the_whole_text(tmp_path):
                 wanted.append((model.model(**ids).last_hidden_state[0, -1] @ model.score.weight[0]).item())
         found = run(str(folder), completions, prompt)
         assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)  # its scores would be random
+    with pytest.raises(UserError, match="no head for scores"):
+        load_rewards([str(folder)], CPU)
 
 
 def test_of_several_turns_the_last_is_read():

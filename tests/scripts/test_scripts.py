@@ -200,7 +200,7 @@ def test_adapters_are_trained_with_recomputation(stage, launch):
 
 QUESTION = "What is 1+1?"
 ROWS = {
-    "pretrain": ({"text": "one two three four five six seven eight nine ten"}, "one two three four five six seven eight"),
+    "pretrain": ({"text": "one two three four " + "字" * 900}, "one two three four " + "字" * 81),
     "sft": ({"instruction": QUESTION, "output": "Answer: 2"}, [{"role": "user", "content": QUESTION}]),
     "dpo": (
         {side: f"\n\nHuman: {QUESTION}\n\nAssistant: {n}" for side, n in (("chosen", 2), ("rejected", 3))},
@@ -211,8 +211,10 @@ ROWS = {
 
 @pytest.mark.parametrize("stage", ROWS)
 def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path):
+    """But not those that are too long for the model."""
     row, prompt = ROWS[stage]
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    text = json.dumps(row)
+    (tmp_path / "rows.jsonl").write_text(text.replace(QUESTION, "Say 1. " * 300) + f"\n{text}" * 8)
     words = f"{BASE} --max_steps 2 --max_length 64 --eval_steps 2 --num_samples 2 --eval_max_new_tokens 4"
     output = launch(stage, *words.split(), "--dataset_name", tmp_path / "rows.jsonl")
     samples = read_rows(output / "samples.jsonl")
@@ -223,10 +225,8 @@ def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path):
 def test_a_model_with_a_state_trains_and_is_sampled(kind, stages, launch, tmp_path):
     """One stage after the other, from the model that the last one saved."""
     model = make_model(tmp_path / kind, kind, **{"lfm2": {"max_position_embeddings": 1024}}.get(kind, {}))
-    few = (
-        "--max_steps 3 --eval_steps 3 --eval_max_new_tokens 2 --max_train_samples 16 --max_eval_samples 2 --logging_steps 1"
-    )
-    few += " --save_steps 0 --learning_rate 1e-2 --per_device_train_batch_size 4"
+    few = "--max_steps 3 --eval_steps 3 --eval_max_new_tokens 2 --max_train_samples 16 --max_eval_samples 2"
+    few += " --logging_steps 1 --save_steps 0 --learning_rate 1e-2 --per_device_train_batch_size 4"
     for stage in stages:
         more = {"pretrain": "--max_length 64", "grpo": "--max_completion_length 8 --num_generations 4"}.get(stage, "")
         words = ["--dataset_name", "data/pretrain/train.txt" if stage == "pretrain" else f"data/{stage}", *more.split()]
