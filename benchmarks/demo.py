@@ -52,10 +52,7 @@ def measure(name: str, words: list[str]) -> dict:
 def table(results: list[dict]) -> str:
     """Markdown: one line per stage and metric, one column per seed."""
     shown = {
-        "pretrain": {
-            "eval_perplexity": "perplexity",
-            "eval_exact_number": "right, working forced",
-        },
+        "pretrain": {"eval_perplexity": "perplexity", "eval_exact_number": "right, working forced"},
         "sft": {"eval_exact_number": "right answers"},
         "dpo": {
             "eval_polite": "preferred style, greedy",

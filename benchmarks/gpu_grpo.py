@@ -25,13 +25,7 @@ def samplers(bench: Bench, prompts: list[list[int]], stop_ids: list[int]) -> dic
     new, V = bench.sizes["new"], bench.sizes["chat"]["vocab_size"]
     longest, stop_ids = max(map(len, prompts)), stop_ids or [V]  # a token that does not exist: all get `new` tokens
     settings = transformers.GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=new,
-        pad_token_id=0,
-        eos_token_id=stop_ids,
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, pad_token_id=0, eos_token_id=stop_ids
     )
 
     def ours(model: FlatModel, call: int) -> list[list[int]]:

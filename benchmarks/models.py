@@ -55,6 +55,7 @@ TINY = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V, "rotary_dim": 8, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "conv_dim": 32, "time_step_rank": 8, "lightning_head_dim": 8, "index_head_dim": 8,
     "index_n_heads": 16, "index_topk": 4, "o_lora_rank": 16, "block_dim": 32, "block_ff_dim": 48, "altup_num_inputs": 2,
+    "unpadded_vocab_size": V,
 }  # fmt: skip
 # What else a family needs to be tiny.
 MORE: dict[str, dict[str, Any]] = {

@@ -203,7 +203,7 @@ class EvalArgs:
     report_to: str | None = arg(help="a tracker by name: tensorboard, wandb, trackio, swanlab, ...; none")
     run_name: str | None = arg(help="name of the run in the tracker")
     alert_webhook: str | None = arg(
-        help="URL that alerts are posted to (Slack, Discord, JSON); it is a secret: better set PLAINLOOP_ALERT_WEBHOOK",
+        help="URL that alerts are posted to (Slack, Discord, JSON); it is a secret: better set PLAINLOOP_ALERT_WEBHOOK"
     )
 
 

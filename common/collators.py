@@ -257,13 +257,7 @@ class Windows:
     """All windows of a run: `windows[step]` is a pure function of the step."""
 
     def __init__(
-        self,
-        args: CommonArgs,
-        accelerator: Accelerator,
-        train: Shuffled,
-        *,
-        max_tokens: int = 0,
-        indivisible: int = 1,
+        self, args: CommonArgs, accelerator: Accelerator, train: Shuffled, *, max_tokens: int = 0, indivisible: int = 1
     ):
         """train: the example at each position of the run (or a stream of them). indivisible: see Window.
 

@@ -22,7 +22,7 @@ from common.data.order import Shuffled
 from common.data.sources import Source, load_rows, read_rows
 from common.data.tokens import tokenize_row
 from common.data.types import BadRow, Row, Tokenizer
-from common.errors import UserError
+from common.errors import UserError, say
 from common.processes import gather_lists, on_main_process
 from common.sampling import Reward, load_rewards, sample, score_by_name
 import numpy as np
@@ -161,6 +161,8 @@ def load_eval_prompts(
             rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer, max_length))
         if len(rows) == args.num_samples:
             break
+    if args.num_samples and not rows:
+        say("no samples: no row that was looked at has a prompt of at most max_length tokens (--eval_prompts FILE)")
     return EvalPrompts(rows, *scoring)
 
 
@@ -220,11 +222,7 @@ def complete_prompts(
 
 
 def summarise(
-    args: CommonArgs,
-    temperature: float,
-    rows: list[dict[str, Any]],
-    texts: list[str],
-    scores: dict[str, list[float | None]],
+    args: CommonArgs, temperature: float, rows: list[dict[str, Any]], texts: list[str], scores: dict[str, list[float | None]]
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """For completions of `rows` at one of args.eval_temperatures: the mean of each score, ignoring None, as `eval_<name>` at
     the first temperature and `eval_<name>_t<T>` at the others, and a sample for each completion."""

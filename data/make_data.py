@@ -100,10 +100,7 @@ FOODS = ["nut", "fig", "egg", "bun"]
 GOODS = ["pen", "card", "coin", "ball"]
 GAINS = ["finds", "gets", "buys"]
 LOSSES = ["loses", "sells", "drops"]
-PLACES = [
-    ("bus", "rider", "gets on", "get on", "gets off", "get off"),
-    ("pond", "duck", "comes", "come", "goes", "go"),
-]
+PLACES = [("bus", "rider", "gets on", "get on", "gets off", "get off"), ("pond", "duck", "comes", "come", "goes", "go")]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 PETS = ["cat", "dog", "hen", "fish", "frog", "mouse", "duck", "goat"]

@@ -299,11 +299,7 @@ def main(args: Args) -> None:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(
-                    batch,
-                    temperature=args.temperature,
-                    entropy=True,
-                    entropy_grad=args.entropy_coef != 0,
-                    extra=["value"],
+                    batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0, extra=["value"]
                 )
                 losses, stats = grpo_loss(
                     logps=out.logps,

@@ -238,12 +238,7 @@ def test_variables_are_read_as_flags_are(monkeypatch, name, value, expected):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("LEARNIN_RATE", "1"),
-        ("ALERT_WEBHOK", "https://h/T0K3N"),
-        ("WARMUP_STEPS", "-1"),
-        ("CONFIG", "no.yaml"),
-    ],
+    [("LEARNIN_RATE", "1"), ("ALERT_WEBHOK", "https://h/T0K3N"), ("WARMUP_STEPS", "-1"), ("CONFIG", "no.yaml")],
 )
 def test_a_wrong_variable_is_named(monkeypatch, name, value):
     monkeypatch.setenv(f"PLAINLOOP_{name}", value)

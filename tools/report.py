@@ -181,13 +181,7 @@ def brief(folder: Path) -> Row:
     copy = folder / script
     code = hashlib.sha256(copy.read_bytes()).hexdigest()[:6] if copy.is_file() else ""
     settings = [*settings_of(read_args(folder), begun), {"rows": [["code", code, False]]}]
-    return {
-        "script": script,
-        "settings": settings,
-        "state": state,
-        "points": points,
-        "step": last_of(points, "step") or 0,
-    }
+    return {"script": script, "settings": settings, "state": state, "points": points, "step": last_of(points, "step") or 0}
 
 
 def table(runs: list[Row]) -> list[str]:

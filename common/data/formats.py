@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from common.data.types import BadRow, Message, may_reject, unicode
+from common.data.types import REASONING, BadRow, Message, may_reject, unicode
 
 SPEAKERS = {
     "system": ("system",),
@@ -271,9 +271,8 @@ def _messages(value: Any) -> list[Message]:
         if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
             calls, content = json.loads(content), ""
         message = {"role": ROLES[name], "content": unicode(content)}
-        # Some templates read the one name, some the other.
-        thoughts = [turn[key] for key in ("reasoning_content", "thinking", "reasoning") if turn.get(key) is not None]
-        message |= {key: thought for thought in thoughts[:1] for key in ("reasoning_content", "thinking")}
+        if thought := next((turn[key] for key in REASONING if turn.get(key)), ""):
+            message |= dict.fromkeys(REASONING, thought)
         message |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
         if calls or name == "function_call":
             message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]

@@ -26,8 +26,9 @@ SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 # Other names of splits, as the datasets library knows them; and words in the names of files that are held out.
 ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
 WORDS = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
-DIVIDED = re.compile(f"(train|{WORDS})[^a-z]", re.IGNORECASE)  # the start of such names
 HELD_OUT = re.compile(f"(^|[^a-z])({WORDS})([^a-z]|$)", re.IGNORECASE)
+# Files beside the data.
+NOTES = re.compile("(licen[cs]e|notice|readme|requirements|dataset_infos?|metadata)[^a-z].*(txt|json)$", re.IGNORECASE)
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
@@ -207,8 +208,8 @@ def files_of(source: Source) -> list[Path] | None:
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
         found = [sorted(file for file in path.glob(pattern) if kind(file) in SUFFIXES) for pattern in ("*", "data/*")]
-        # In data: a copy of a Hub dataset, beside its LICENSE.txt.
-        files = next((files for files in found if any(DIVIDED.match(file.name) for file in files)), found[0] or found[1])
+        # In data: a copy of a Hub dataset.
+        files = [file for file in found[0] if not NOTES.match(file.name)] or found[1] or found[0]
         split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])  # train.jsonl, train-1.csv, train_2.csv
         named = [file for file in files if re.match(f"({split})[^a-z]", file.name, re.IGNORECASE)]
         held_out = [file for file in files if HELD_OUT.search(file.name)]

@@ -318,10 +318,7 @@ def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, b
     ids, mask = sequence["input_ids"], sequence["loss_mask"]
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
     return [
-        (
-            tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            bool(mask[start]),
-        )
+        (tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False), bool(mask[start]))
         for start, end in zip(borders[:-1], borders[1:], strict=True)
     ]
 

@@ -48,13 +48,7 @@ def show_facts(facts: dict[str, Any]) -> None:
         say(f"    {low:>7,} - {high:<7,} {'#' * round(40 * n / most):40} {n:,}")
 
 
-def show_memory(
-    args: CommonArgs,
-    accelerator: Accelerator,
-    model: FlatModel,
-    lengths: list[int],
-    reference: bool,
-) -> None:
+def show_memory(args: CommonArgs, accelerator: Accelerator, model: FlatModel, lengths: list[int], reference: bool) -> None:
     """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch. The model cannot be
     trained afterwards."""
     pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))

@@ -5,6 +5,7 @@ stays the one it names, so that the result can be loaded again. A frozen copy of
 START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base does not know are trained, too.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 import contextlib
 import logging
@@ -157,11 +158,15 @@ def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> No
 
 
 def check_mergeable(lm: nn.Module) -> None:
-    """Raise UserError if two adapters share one weight (Zamba2's shared blocks): merging would add both to it."""
-    adapted = [module for module in lm.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")]
-    # parameter_name: of stacked experts
-    if len({id(getattr(m.get_base_layer(), getattr(m, "parameter_name", "weight"))) for m in adapted}) < len(adapted):
-        raise UserError(f"{type(lm.get_base_model()).__name__} has layers that share weights: its adapters cannot be merged")
+    """Raise UserError if an adapter's weight is another layer's, too, which merging would change as well: Zamba2's shared
+    blocks, an embedding with a tied head."""
+    layers = Counter(id(weight) for module in lm.modules() for weight in module._parameters.values())
+    for name, module in lm.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):  # parameter_name: of stacked experts
+            weight = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
+            if layers[id(weight)] > 1:
+                others = "others can: --lora_target_modules"
+                raise UserError(f"{name} shares its weight with another layer: its adapter cannot be merged ({others})")
 
 
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":

@@ -9,7 +9,7 @@ import contextlib
 from functools import partial
 import inspect
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from common.collators import Batch
 from common.errors import UserError
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 # Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
 PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
@@ -84,13 +84,13 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
 def cache_name(model: FlatModel) -> str | None:
     """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
     lm, mixers = base_lm(model.lm), _mixers(model)
-    accepted = inspect.signature(lm.forward).parameters
     own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
     if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
         return None  # the layers keep their state elsewhere
-    if "past_key_values" in accepted:
-        return "past_key_values"
-    return "cache_params" if "cache_params" in accepted and mixers else None
+    for name, parameter in inspect.signature(lm.forward).parameters.items():  # renamed in transformers 5.24
+        if {Cache, DynamicCache} & {*get_args(parameter.annotation)}:
+            return name
+    return None
 
 
 def _mixers(model: FlatModel) -> list[nn.Module]:
@@ -146,7 +146,7 @@ class PaddedDecoder:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
         optional = {"position_ids": position_ids, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self.accepted}
-        if self.cache_name == "past_key_values":  # the others would multiply the new token by the mask
+        if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):  # without, the new token would be multiplied by it
             optional["attention_mask"] = mask
         out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
         return out.logits[:, -1].float()

@@ -17,14 +17,17 @@ def load(name: str, device: torch.device) -> Callable[..., list[float]]:
         # False rather than unset: transformers would prompt for running the model's own code.
         load = AutoModelForSequenceClassification.from_pretrained
         model, found = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
-        if found["missing_keys"]:
+        # Of an adapter, the keys are its own: it brings a head, or its base has one.
+        headed = "modules_to_save" in repr(model) or "SequenceClassification" in str(model.config.architectures)
+        if found["missing_keys"] or (hasattr(model, "peft_config") and not headed):
             raise ValueError("it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)")
-        model = model.to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
         raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None
+
+    model = model.to(device).eval()
 
     @torch.no_grad()
     def reward_model(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:

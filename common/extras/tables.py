@@ -10,7 +10,7 @@ from common.data.sources import Source, lines
 from common.data.types import Row
 from common.errors import UserError
 
-TURNS = {"role", "from"}  # one of these is a key of a message
+OF_CHATS = {"role", "from", "function", "parameters", "input_schema", "inputSchema"}  # keys of messages and tools
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
 
@@ -45,7 +45,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 def _row(columns: dict[str, Any], where: str) -> Row:
     for name, value in columns.items():
-        if name == "tools" or (isinstance(value, list) and value and isinstance(value[0], dict) and TURNS & value[0].keys()):
+        if isinstance(value, list) and value and isinstance(value[0], dict) and OF_CHATS & value[0].keys():
             columns[name] = _as_written(value)
     return Row(columns, where)
 

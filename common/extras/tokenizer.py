@@ -78,10 +78,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
     bpe.train_from_iterator(texts_and_roles(), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=specials[1:],
+        tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>", additional_special_tokens=specials[1:]
     )
     tokenizer.chat_template = read_chat_template("chatml")
     return tokenizer

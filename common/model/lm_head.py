@@ -67,11 +67,7 @@ def log_probs(
 
 
 def map_logits(
-    inner: nn.Module,
-    hidden: Tensor,
-    rows: Tensor,
-    function: Callable[[Tensor, Tensor], Tensor],
-    temperature: float = 1.0,
+    inner: nn.Module, hidden: Tensor, rows: Tensor, function: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0
 ) -> Tensor:
     """Apply function(logits (n, V) float32, rows (n,)) -> (n, ...) chunk by chunk; returns the results concatenated, (N,
     ...).

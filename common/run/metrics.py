@@ -93,10 +93,6 @@ class Metrics:
         pair[1] += weight
         return pair
 
-    def forget_window(self) -> None:
-        """Discard what was added for the current window, before it is restarted."""
-        self.window = {}
-
     def close_window(self, num_tokens: int = 0) -> None:
         """End the window: its values count, unless it was bad."""
         for name, pair in {} if self.window_is_bad else self.window.items():

@@ -116,7 +116,7 @@ class Retry:
     def _start_again(self, step: int, window: Window, reason: str | None) -> None:
         """Discard the current window's gradients, and split the micro-batches once more."""
         self.model.zero_grad(set_to_none=True)
-        self.metrics.forget_window()
+        self.metrics.window = {}
         empty_caches(self.accelerator.device)
         if reason and (not self._recovers or self.splits >= window.most_parts):
             raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {WHAT_HELPS}")

@@ -23,7 +23,8 @@ def turn(name, text):
 
 
 H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
-THOUGHT = {"reasoning_content": "because", "thinking": "because"}  # templates read one or the other
+THOUGHT = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "because")  # each template reads its own
+UNSAID = dict.fromkeys(THOUGHT, "")  # as tables fill it
 LONG = {"role": "assistant", "content": "x y" * 20_000}
 NAMES = "system human user prompter gpt chatgpt assistant model tool observation function function_response"
 ROLES = ["system", *["user"] * 3, *["assistant"] * 4, *["tool"] * 4]
@@ -39,7 +40,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]}, A]}, [U, A]),
         ({"messages": json.dumps([U, A])}, [U, A]),
         ({"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]}, [U, A]),
-        *(({"messages": [U, LONG | {name: "because"}]}, [U, LONG | THOUGHT]) for name in (*THOUGHT, "reasoning")),
+        *(({"messages": [U, LONG | UNSAID | {name: "because"}]}, [U, LONG | THOUGHT]) for name in THOUGHT),
         *(
             (
                 {"messages": [U, {"role": "assistant", "content": said, "function_call": {"name": "f", "arguments": text}}]},
@@ -52,10 +53,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
         ({"conversations": [U, A], "messages": None}, [U, A]),
         ({"conversations": [U, A], "system": "s"}, [S, U, A]),
         ({"conversations": [S, U, A], "system": "other"}, [S, U, A]),
-        (
-            {"conversations": [turn(name, "x") for name in NAMES.split()]},
-            [{"role": role, "content": "x"} for role in ROLES],
-        ),
+        ({"conversations": [turn(name, "x") for name in NAMES.split()]}, [{"role": role, "content": "x"} for role in ROLES]),
         ({"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALL))]}, [U, CALLS]),
         ({"conversations": [turn("human", "q"), turn("function_call", json.dumps([CALL]))]}, [U, CALLS]),
         ({"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALLS["tool_calls"]))]}, [U, CALLS]),
@@ -134,10 +132,7 @@ def test_prompts_of_completions_are_not_trained():
         ({"messages": [{"role": "narrator", "content": "q"}, A]}, "unknown role 'narrator'; known: system, user"),
         ({"messages": [{"content": "q"}, A]}, "unknown role None"),
         ({"messages": [{"role": "user"}, A]}, "a message without text content"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, A]},
-            "a message part that is not text",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, A]}, "a message part that is not text"),
         ({"messages": [U, {"role": "assistant", "content": " "}]}, "empty answer"),
         ({"messages": [U, A | {"tool_calls": ["f"]}]}, " "),
         ({"messages": [U, A | {"tool_calls": [CALL | {"arguments": "{city: Paris}"}]}]}, "Expecting property name"),

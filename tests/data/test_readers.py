@@ -104,7 +104,7 @@ def folder_of(folder, kind):
 
 @pytest.mark.parametrize("how", ["columns", "json"])
 def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
-    """It gives each the keys of all, or holds JSON, which `datasets` marks."""
+    """It gives each the keys of all, or holds JSON, which `datasets` marks. Tools may have another name there."""
     datasets, rows = pytest.importorskip("datasets"), []
     for name, key in (("f", "city"), ("g", "zone")):
         call = {"type": "function", "function": {"name": name, "arguments": {key: "x", "several": [None, 1]}}}
@@ -112,11 +112,11 @@ def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
         schema = {"inputSchema" if how == "columns" else "parameters": {"properties": {key: {"type": "string"}}}}
         tool = {"name": name, **schema}
         tools = [tool if how == "columns" else {"type": "function", "function": tool}]
-        rows.append({"messages": [answer], "tools": tools, "tests": [{"city": 1, key: None}]})
+        rows.append({"messages": [answer], "functions": tools, "tests": [{"city": 1, key: None}]})
     options = {"on_mixed_types": "use_json"} if how == "json" else {}
     datasets.Dataset.from_list(rows, **options).to_parquet(tmp_path / "train.parquet")
-    for row, (read, _) in zip(rows, read_rows(Source(str(tmp_path))), strict=True):
-        assert read["messages"] == row["messages"] and read["tools"] == row["tools"]
+    for row, (read, _) in zip(rows, read_rows(Source(str(tmp_path), columns=("tools=functions",))), strict=True):
+        assert read["messages"] == row["messages"] and read["tools"] == row["functions"]
         assert read["tests"] == [{"zone": None} | row["tests"][0]] or how == "json"  # what rewards look up is there
 
 

@@ -80,7 +80,7 @@ def test_evaluation_is_on_the_evaluation_split(tmp_path):
 @pytest.mark.parametrize("name", ["val.jsonl", "dev-00000-of-00001.jsonl", "data/valid_1.jsonl", "Validation.jsonl"])
 @pytest.mark.parametrize("flags", [{}, {"eval_dataset_name": True}])
 def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, tmp_path):
-    """In data/, too, where a copy of a Hub dataset has its files, beside which there may be others."""
+    """In data/, too, where a copy of a Hub dataset has its files, beside some that are no data."""
     folder = tmp_path / name
     if folder.parent != tmp_path:
         (tmp_path / "LICENSE.txt").write_text("Permission is granted.")
@@ -90,6 +90,14 @@ def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, 
     if not flags:  # what is trained on is no evaluation: here the folder's only file
         (folder.parent / "train.jsonl").unlink()
         assert [len(sources) for sources in found(str(tmp_path))] == [1, 0]
+
+
+def test_notes_are_no_data(tmp_path):
+    (tmp_path / "LICENSE.txt").write_text("Permission is granted.")
+    numbered(tmp_path / "data" / "train_2.jsonl", 2)
+    assert len(columns(tmp_path)) == 2
+    numbered(tmp_path / "chats.jsonl", 3)  # what is in data is of something else
+    assert len(columns(tmp_path)) == 3
 
 
 def test_an_evaluation_dataset_is_its_split_or_whole(tmp_path):

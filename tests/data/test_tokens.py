@@ -108,14 +108,9 @@ def test_thinking_opened_for_samples_only_is_refused():
 
 def test_tool_calls_are_trained_or_refused():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    chat = [
-        CHAT[0],
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": '{"x": "2"}'},
-    ]
+    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": '{"x": "2"}'}]
     writes = CHATML.replace(
-        "m.content +",
-        "m.content + (('<tool_call>' + m.tool_calls[0].function | tojson) if m.tool_calls else '') +",
+        "m.content +", "m.content + (('<tool_call>' + m.tool_calls[0].function | tojson) if m.tool_calls else '') +"
     )
     tokenizer = make_tokenizer(writes)
     expected = ['<tool_call>{"name": "add", "arguments": {"a": 1}}<|im_end|>']
@@ -124,9 +119,11 @@ def test_tool_calls_are_trained_or_refused():
     own_end = writes.replace("'<|im_end|>", "('<|endoftext|>' if m.tool_calls else '<|im_end|>') + '")
     with pytest.raises(BadRow, match="ends its turn in another way"):  # its mask would reach over the tool's empty turn
         tokenize_messages([*chat[:2], chat[2] | {"content": ""}, CHAT[1]], make_tokenizer(own_end))
-    for how in ("all_turns", "last_turn"):
+    for how in ("all_turns", "last_turn", "everything"):
         with pytest.raises(BadRow, match="no place for tool calls"):
             tokenize_messages([*chat, *CHAT[:2]], make_tokenizer(CHATML), train_on=how)
+        with pytest.raises(BadRow, match="no place for reasoning"):
+            tokenize_messages([CHAT[0], CHAT[1] | {"thinking": "two"}], make_tokenizer(CHATML), train_on=how)
 
 
 # --- turns that say whether they are trained ------------------------------------------------------------------------
@@ -289,10 +286,7 @@ def test_what_max_length_leaves_untrained_is_dropped():
     length = len(tokenize_text("Hel", tokenizer))
     pair = tokenize_pair("Hel", "lo there", "met", tokenizer, length + 1)  # one answer would merge with the prompt
     assert [side["input_ids"][:-1].tolist() for side in pair] == [tokenize_text("Hel", tokenizer)] * 2
-    for refused in (
-        lambda: truncate(sequence, first),
-        lambda: tokenize_pair("Hel", "lo there", "met", tokenizer, length),
-    ):
+    for refused in (lambda: truncate(sequence, first), lambda: tokenize_pair("Hel", "lo there", "met", tokenizer, length)):
         with pytest.raises(BadRow, match="no trained token within max_length"):
             refused()
 

@@ -45,13 +45,7 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
             again = best_by("eval_loss", patience=3, delta=0.1, output_dir=str(folder))
             again.restore(0, json.loads(json.dumps(best.state(0))))
             assert again.step == left and (vars(again) | own == vars(best) | own if left else again._waited == 0)
-    assert found == [
-        (10, True, False),
-        (20, True, False),
-        (20, False, False),
-        (20, False, False),
-        (50, True, True),
-    ]
+    assert found == [(10, True, False), (20, True, False), (20, False, False), (20, False, False), (50, True, True)]
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss", output_dir=str(tmp_path))

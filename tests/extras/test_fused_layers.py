@@ -43,12 +43,7 @@ def run(module, x, weights, autocast=False):
 @pytest.mark.parametrize("make", [norm, mlp])
 @pytest.mark.parametrize(
     ("dtype", "autocast", "tolerance"),
-    [
-        (torch.float64, False, 1e-6),
-        (torch.float32, False, 2e-6),
-        (torch.bfloat16, False, 0.03),
-        (torch.float32, True, 0.03),
-    ],
+    [(torch.float64, False, 1e-6), (torch.float32, False, 2e-6), (torch.bfloat16, False, 0.03), (torch.float32, True, 0.03)],
 )
 def test_results_are_those_of_the_plain_module(make, dtype, autocast, tolerance):
     plain, fused = make(dtype), make(dtype)

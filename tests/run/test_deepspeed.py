@@ -13,10 +13,7 @@ from tests.conftest import read_metrics, run_script, torchrun
 from tests.run.test_fsdp import STAGES, assert_goes_on, assert_same_run
 from tests.run.test_fsdp import words as words  # a fixture
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")]
 
 LAUNCHER = """
 import importlib, os, sys

@@ -45,15 +45,18 @@ def base(tmp_path):
     return save
 
 
-def test_adapters_on_shared_weights_are_not_merged(base, launch):
-    config = tiny_family("zamba2").config
-    config.vocab_size = 1024
-    words, refused = [*base(config), "--max_length", "96"], "share weights: its adapters cannot be merged"
+@pytest.mark.parametrize("family, modules", [("zamba2", ["all-linear"]), ("qwen3", ["q_proj", "embed_tokens"])])
+def test_adapters_on_shared_weights_are_not_merged(family, modules, base, launch):
+    """Blocks that are used twice, an embedding tied to the head."""
+    config = tiny_family(family).config
+    config.vocab_size, config.tie_word_embeddings = 1024, True
+    words, adapted = [*base(config), "--max_length", "96"], ["--lora_target_modules", *modules]
+    refused = "shares its weight with another layer: its adapter cannot be merged"
     with pytest.raises(UserError, match=refused):
-        launch(*words, "--merge_lora", output="merged")
+        launch(*words, *adapted, "--merge_lora", output="merged")
     with pytest.raises(UserError, match=refused):  # without --use_peft a run starts with the adapter merged
         whole = [word for word in words if word != "--use_peft"]
-        launch(*whole, "--model_name_or_path", launch(*words), output="next")
+        launch(*whole, "--model_name_or_path", launch(*words, *adapted), output="next")
 
 
 def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, launch, tmp_path, capsys):

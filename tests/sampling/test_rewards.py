@@ -279,8 +279,11 @@ def test_a_reward_model_scores_the_whole_text(tmp_path):
         found = run(str(folder), completions, prompt)
         assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
     transformers.LlamaForCausalLM(config).save_pretrained(folder)  # its scores would be random
-    with pytest.raises(UserError, match="no head for scores"):
-        load_rewards([str(folder)], CPU)
+    peft, causal = pytest.importorskip("peft"), transformers.LlamaForCausalLM.from_pretrained(folder)
+    peft.get_peft_model(causal, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    for name in ("my_judge", "adapter"):
+        with pytest.raises(UserError, match="no head for scores"):
+            load_rewards([str(tmp_path / name)], CPU)
 
 
 def test_of_several_turns_the_last_is_read():

@@ -99,11 +99,7 @@ def lines(capsys, word):
 
 @pytest.mark.parametrize(
     ("mode", "drawing"),
-    [
-        ("processed_logprobs", {"temperature": 0.7}),
-        ("raw_logprobs", {}),
-        slow("raw_logprobs", {"top_k": 5, "top_p": 0.9}),
-    ],
+    [("processed_logprobs", {"temperature": 0.7}), ("raw_logprobs", {}), slow("raw_logprobs", {"top_k": 5, "top_p": 0.9})],
 )
 def test_servers_sample_as_the_own_sampler(mode, drawing, connect, fake, model):
     server = fake(mode=mode, keys={request_seed(key): key for key in KEYS})

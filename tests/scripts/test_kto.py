@@ -76,10 +76,7 @@ def order_of(rows, steps):
 
 LOSSES = {
     "plain": ([], {"beta": 0.1}),
-    "weights": (
-        "--beta 0.5 --desirable_weight 1.5 --undesirable_weight 0.5".split(),
-        {"beta": 0.5, "weights": (1.5, 0.5)},
-    ),
+    "weights": ("--beta 0.5 --desirable_weight 1.5 --undesirable_weight 0.5".split(), {"beta": 0.5, "weights": (1.5, 0.5)}),
     "less likely": ("--desirable_weight 0.2 --undesirable_weight 2".split(), {"beta": 0.1, "weights": (0.2, 2.0)}),
     "apo": (["--loss_type", "apo_zero_unpaired", "--beta", "0.3"], {"beta": 0.3, "loss_type": "apo_zero_unpaired"}),
 }

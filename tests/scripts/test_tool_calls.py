@@ -54,10 +54,7 @@ def test_json_calls():
     tools = Tools(describe_tools([add], tokenizer()).schemas, as_json=True)
     one, two = '{"name": "add", "arguments": {"a": 1, "b": 2}}', '{"name": "other"}'
     text = f"<think>first <tool_call>{two}</tool_call>?</think>Well: <tool_call>\n{one}\n</tool_call><tool_call>{two}</tool_call>"
-    assert read_calls(text, tools) == [
-        {"name": "add", "arguments": {"a": 1, "b": 2}},
-        {"name": "other", "arguments": {}},
-    ]
+    assert read_calls(text, tools) == [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "other", "arguments": {}}]
     no_arguments = ('{"name": "add", "arguments": [1, 2]}', '{"name": "add", "arguments": "x"}')
     for wrong in ("{", "7", "[1]", "[" * 100_000, '{"arguments": {}}', *no_arguments):
         (call,) = read_calls(f"<tool_call>{wrong}</tool_call>", tools)
