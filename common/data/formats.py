@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from common.data.types import REASONING, BadRow, Message, may_reject, unicode
+from common.data.types import REASONING, BadRow, Message, may_reject, unicode, without_nulls
 
 SPEAKERS = {
     "system": ("system",),
@@ -211,7 +211,7 @@ def _optional(columns: Columns, name: str) -> str:
 
 
 def _tools(columns: Columns) -> list[Any] | None:
-    tools = columns.get("tools")
+    tools = without_nulls(columns.get("tools"))
     if isinstance(tools, str) and tools.strip():
         tools = json.loads(tools)
     tools = [tools] if isinstance(tools, dict) else tools
@@ -263,7 +263,7 @@ def _messages(value: Any) -> list[Message]:
             raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
         if isinstance(content, list):
             content = "".join(map(_part, content))
-        calls = turn.get("tool_calls") or turn.get("function_call")  # OpenAI's before tool_calls
+        calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))  # OpenAI's before tool_calls
         if content is None and calls:
             content = ""
         if not isinstance(content, str):

@@ -18,7 +18,7 @@ import re
 from typing import Any
 
 from common.args import CommonArgs
-from common.data.types import Row
+from common.data.types import Row, without_nulls
 from common.errors import UserError
 from common.extras import extra
 
@@ -27,8 +27,7 @@ SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
 WORDS = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
 HELD_OUT = re.compile(f"(^|[^a-z])({WORDS})([^a-z]|$)", re.IGNORECASE)
-# Files beside the data.
-NOTES = re.compile("(licen[cs]e|notice|readme|requirements|dataset_infos?|metadata)[^a-z].*(txt|json)$", re.IGNORECASE)
+NOTES = re.compile("(licen[cs]e|notice|readme|requirements)[.]txt", re.IGNORECASE)  # beside the data
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
@@ -82,6 +81,8 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
         trained = {file.resolve() for source in train for file in files_of(source) or ()}
         apart = [source for source in splits if trained.isdisjoint(file.resolve() for file in files_of(source) or ())]
         evaluation = [source for source in apart if _has_split(source)]
+        if not evaluation and args.dataset_eval_split != "validation":  # the default, which need not be there
+            raise UserError(f"--dataset_eval_split {args.dataset_eval_split}: no source has it, beside what is trained on")
     return train, evaluation
 
 
@@ -193,7 +194,9 @@ def load_rows(source: Source | str) -> list[Row]:
 def _is_held_out(source: Source, row: Row) -> bool:
     """Whether a row is held out. Depends on the row alone, by a hash, so that adding rows moves no others."""
     try:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass")
+        text = json.dumps(without_nulls(row), sort_keys=True, ensure_ascii=False, default=str).encode(
+            "utf-8", "surrogatepass"
+        )
     except RecursionError as error:
         row.problem, text = str(error), row.where.encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
@@ -207,9 +210,11 @@ def files_of(source: Source) -> list[Path] | None:
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
             return None
-        found = [sorted(file for file in path.glob(pattern) if kind(file) in SUFFIXES) for pattern in ("*", "data/*")]
-        # In data: a copy of a Hub dataset.
-        files = [file for file in found[0] if not NOTES.match(file.name)] or found[1] or found[0]
+        top, data = ([file for file in path.glob(name) if kind(file) in SUFFIXES] for name in ("*", "data/*"))
+        files = sorted(file for file in top if not NOTES.fullmatch(file.name))
+        # In data: a copy of a Hub dataset, beside which there may be a stats.json.
+        if not any(file.name.startswith("train") or kind(file) not in (".txt", ".json") for file in files):
+            files = sorted(data) if not files or any(file.name.startswith("train") for file in data) else files
         split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])  # train.jsonl, train-1.csv, train_2.csv
         named = [file for file in files if re.match(f"({split})[^a-z]", file.name, re.IGNORECASE)]
         held_out = [file for file in files if HELD_OUT.search(file.name)]

@@ -73,6 +73,13 @@ def unicode(text: str) -> str:
     return text
 
 
+def without_nulls(value: Any) -> Any:
+    """A value whose objects lack the keys that are None: a table gives each of them the keys that any of them has."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def whole(ids: np.ndarray) -> Sequence:
     """A sequence with every token trained."""
     return {"input_ids": ids, "loss_mask": np.ones(len(ids), np.int64)}

@@ -10,7 +10,6 @@ from common.data.sources import Source, lines
 from common.data.types import Row
 from common.errors import UserError
 
-OF_CHATS = {"role", "from", "function", "parameters", "input_schema", "inputSchema"}  # keys of messages and tools
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
 
@@ -18,7 +17,7 @@ def read_table(path: Path, suffix: str) -> Iterator[Row]:
     """The rows of a file. All values of .csv and .tsv are strings."""
     read = _read_parquet(path) if suffix == ".parquet" else _read_csv(path, "," if suffix == ".csv" else "\t")
     for number, columns in enumerate(read, 1):
-        yield _row(columns, f"{path} row {number}")
+        yield Row(columns, f"{path} row {number}")
 
 
 def _read_csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
@@ -43,21 +42,6 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         yield from rows
 
 
-def _row(columns: dict[str, Any], where: str) -> Row:
-    for name, value in columns.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and OF_CHATS & value[0].keys():
-            columns[name] = _as_written(value)
-    return Row(columns, where)
-
-
-def _as_written(value: Any) -> Any:
-    """Messages or tools from a table, which gives their objects (parameters, arguments) the keys that any of them has:
-    without those that are None."""
-    if isinstance(value, dict):
-        return {key: _as_written(item) for key, item in value.items() if item is not None}
-    return [_as_written(item) for item in value] if isinstance(value, list) else value
-
-
 def read_dataset(source: Source, at: int) -> Iterator[Row]:
     """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
     table = load_table(source)
@@ -66,7 +50,7 @@ def read_dataset(source: Source, at: int) -> Iterator[Row]:
     number = at
     try:
         for number, columns in enumerate(table.skip(at) if at else table, at + 1):
-            yield _row(dict(columns), f"{source.path} row {number}")
+            yield Row(dict(columns), f"{source.path} row {number}")
     except Exception as error:  # the library and the network raise many kinds
         raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
 

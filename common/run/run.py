@@ -310,7 +310,8 @@ class Run:
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:
             try_next += f" --model_name_or_path {shlex.quote(args.output_dir)}"
-        say(f"try next: {try_next}")
+        again = [f" --{flag}" for flag in ("use_peft", "load_in_4bit", "load_in_8bit") if getattr(args, flag)]
+        say(f"try next: {try_next}{''.join(again) if 'train_' in try_next else ''}")
         self._each("close")
         self.accelerator.wait_for_everyone()  # no process exits while another still writes
         self.accelerator.end_training()

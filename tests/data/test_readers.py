@@ -6,7 +6,7 @@ import json
 import re
 import tracemalloc
 
-from common.data import sources
+from common.data import as_chat, sources
 from common.data.sources import Source, identity, read_rows
 from common.errors import UserError
 from common.extras import tables
@@ -102,9 +102,9 @@ def folder_of(folder, kind):
     return Source(str(folder))
 
 
-@pytest.mark.parametrize("how", ["columns", "json"])
+@pytest.mark.parametrize("how", ["columns", "lines", "json"])
 def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
-    """It gives each the keys of all, or holds JSON, which `datasets` marks. Tools may have another name there."""
+    """It gives each the keys of all, as do the .jsonl files it writes, or holds JSON, which `datasets` marks."""
     datasets, rows = pytest.importorskip("datasets"), []
     for name, key in (("f", "city"), ("g", "zone")):
         call = {"type": "function", "function": {"name": name, "arguments": {key: "x", "several": [None, 1]}}}
@@ -112,11 +112,12 @@ def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
         schema = {"inputSchema" if how == "columns" else "parameters": {"properties": {key: {"type": "string"}}}}
         tool = {"name": name, **schema}
         tools = [tool if how == "columns" else {"type": "function", "function": tool}]
-        rows.append({"messages": [answer], "functions": tools, "tests": [{"city": 1, key: None}]})
-    options = {"on_mixed_types": "use_json"} if how == "json" else {}
-    datasets.Dataset.from_list(rows, **options).to_parquet(tmp_path / "train.parquet")
+        rows.append({"messages": [*CHAT["messages"], answer], "functions": tools, "tests": [{"city": 1, key: None}]})
+    table = datasets.Dataset.from_list(rows, **({"on_mixed_types": "use_json"} if how == "json" else {}))
+    write = table.to_json if how == "lines" else table.to_parquet
+    write(tmp_path / ("train.jsonl" if how == "lines" else "train.parquet"))
     for row, (read, _) in zip(rows, read_rows(Source(str(tmp_path), columns=("tools=functions",))), strict=True):
-        assert read["messages"] == row["messages"] and read["tools"] == row["functions"]
+        assert as_chat(read) == {"messages": row["messages"], "tools": row["functions"]}
         assert read["tests"] == [{"zone": None} | row["tests"][0]] or how == "json"  # what rewards look up is there
 
 
@@ -166,6 +167,8 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     assert columns(Source(str(tmp_path / "splits"), split="test")) == [{**CHAT, "n": 1}]
     with pytest.raises(UserError, match="Unknown split validation; found train, test"):
         columns(Source(str(tmp_path / "splits"), split="validation"))
+    with pytest.raises(UserError, match="no source has it"):
+        found(str(tmp_path / "splits"), dataset_eval_split="tset")
     train, evaluation = found(str(tmp_path / "splits"), dataset_eval_split="test")
     assert [source.split for source in train + evaluation] == ["train", "test"]
     assert found(str(tmp_path / "saved"))[1] == []

@@ -93,9 +93,11 @@ def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, 
 
 
 def test_notes_are_no_data(tmp_path):
-    (tmp_path / "LICENSE.txt").write_text("Permission is granted.")
+    for name in ("LICENSE.txt", "stats.json"):
+        (tmp_path / name).write_text("Permission is granted.")
     numbered(tmp_path / "data" / "train_2.jsonl", 2)
     assert len(columns(tmp_path)) == 2
+    os.remove(tmp_path / "stats.json")
     numbered(tmp_path / "chats.jsonl", 3)  # what is in data is of something else
     assert len(columns(tmp_path)) == 3
 

@@ -67,4 +67,5 @@ def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, la
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>", "<|newer|>"]})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     launch(*words, "--tokenizer_name", str(tmp_path / "tokenizer"))
-    assert "rows of new tokens are trained: <|newer|>, <|new|>" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "rows of new tokens are trained: <|newer|>, <|new|>" in said and said.rstrip().endswith(" --use_peft")
