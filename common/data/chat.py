@@ -15,7 +15,7 @@ from pathlib import Path
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from common.data.types import REASONING, BadRow, Message, Tokenizer
+from common.data.types import BadRow, Message, Tokenizer
 from common.errors import UserError
 
 if TYPE_CHECKING:
@@ -118,12 +118,10 @@ def assistant_spans(
 def leaves_out(
     text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, add_generation_prompt: bool = False
 ) -> str:
-    """What a chat has and its text has not: tools, tool calls or (of its last message) reasoning, without which it would be
-    the same text; or nothing."""
+    """What a chat has and its text has not: "tools" or "tool calls", without which it would be the same text; or nothing."""
+    plain = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
     others = {"tools": (messages, None)} if tools else {}
-    for what, keys, having in (("tool calls", ("tool_calls",), messages), ("reasoning", REASONING, messages[-1:])):
-        if any(message.get(key) for message in having for key in keys):
-            others[what] = [{k: v for k, v in message.items() if k not in keys} for message in messages], tools
+    others |= {"tool calls": (plain, tools)} if plain != messages else {}
     for what, (less, with_tools) in others.items():
         with contextlib.suppress(BadRow):  # a template that refuses the chat without them does not leave them out
             if render(less, tokenizer, with_tools, add_generation_prompt) == text:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from common.data.types import REASONING, BadRow, Message, may_reject, unicode, without_nulls
+from common.data.types import BadRow, Message, may_reject, unicode, without_nulls
 
 SPEAKERS = {
     "system": ("system",),
@@ -18,6 +18,7 @@ SPEAKERS = {
     "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
     "tool": ("tool", "observation", "function", "function_response"),
 }
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 # The formats of each form, with their columns. A row has the first one whose columns are all present and not null.
 CHAT = (

@@ -10,7 +10,6 @@ import numpy as np
 Tokenizer = Any  # a transformers.PreTrainedTokenizerBase: importing that takes seconds
 Function = TypeVar("Function", bound=Callable[..., Any])
 Message = dict[str, Any]  # {"role", "content", ...}: a turn of a chat
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
 # One text as tokens: `input_ids` (n,) and `loss_mask` (n,), 1 where trained; and further fields of any name, which reach
 # the batch: an array of n numbers is a per-token field, a single number a per-sequence field.
 Sequence = dict[str, np.ndarray | float | int]

@@ -18,7 +18,8 @@ def load(name: str, device: torch.device) -> Callable[..., list[float]]:
         load = AutoModelForSequenceClassification.from_pretrained
         model, found = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
         # Of an adapter, the keys are its own: it brings a head, or its base has one.
-        headed = "modules_to_save" in repr(model) or "SequenceClassification" in str(model.config.architectures)
+        outside = [name for name, _ in model.named_modules() if not name.startswith(model.base_model_prefix)]
+        headed = "modules_to_save" in str(outside) or "SequenceClassification" in str(model.config.architectures)
         if found["missing_keys"] or (hasattr(model, "peft_config") and not headed):
             raise ValueError("it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -93,6 +93,9 @@ def test_thinking_is_trained_or_refused():
     assert trained(last, tokenizer) == ["<think>\n\n</think>\n\n4\n\nYes, 4.<|im_end|>"]
     tokenizer = make_tokenizer(THINKS_ALWAYS)
     assert trained(tokenize_messages([CHAT[0], thinks], tokenizer), tokenizer) == [whole]
+    for how, more in (("all_turns", []), ("last_turn", []), ("everything", CHAT[:2])):
+        with pytest.raises(BadRow, match="reasoning_content"):
+            tokenize_messages([CHAT[0], CHAT[1] | {"reasoning_content": "two"}, *more], make_tokenizer(), train_on=how)
 
 
 def test_thinking_opened_for_samples_only_is_refused():
@@ -119,11 +122,9 @@ def test_tool_calls_are_trained_or_refused():
     own_end = writes.replace("'<|im_end|>", "('<|endoftext|>' if m.tool_calls else '<|im_end|>') + '")
     with pytest.raises(BadRow, match="ends its turn in another way"):  # its mask would reach over the tool's empty turn
         tokenize_messages([*chat[:2], chat[2] | {"content": ""}, CHAT[1]], make_tokenizer(own_end))
-    for how in ("all_turns", "last_turn", "everything"):
+    for how in ("all_turns", "last_turn"):
         with pytest.raises(BadRow, match="no place for tool calls"):
             tokenize_messages([*chat, *CHAT[:2]], make_tokenizer(CHATML), train_on=how)
-        with pytest.raises(BadRow, match="no place for reasoning"):
-            tokenize_messages([CHAT[0], CHAT[1] | {"thinking": "two"}], make_tokenizer(CHATML), train_on=how)
 
 
 # --- turns that say whether they are trained ------------------------------------------------------------------------
