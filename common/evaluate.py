@@ -161,7 +161,7 @@ def load_eval_prompts(
             rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer, max_length))
         if len(rows) == args.num_samples:
             break
-    if args.num_samples and not rows:
+    if args.num_samples and args.eval_steps and not rows:
         say("no samples: no row that was looked at has a prompt of at most max_length tokens (--eval_prompts FILE)")
     return EvalPrompts(rows, *scoring)
 

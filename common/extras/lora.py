@@ -33,7 +33,9 @@ TRAINED, START = "default", "start"  # adapter names within a model: the trained
 # Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read these weights
 # directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
 MIXER = ("out_proj", "conv1d")
-UNFIT = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), MIXER) | {"deepseek_v4": ("o_a_proj",)}
+UNFIT = dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), MIXER)
+UNFIT |= dict.fromkeys(("mamba", "falcon_mamba"), (*MIXER, "x_proj", "dt_proj"))
+UNFIT |= {"jamba": ("dt_proj",), "deepseek_v4": ("o_a_proj",)}
 GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # the modules that choose the experts
 
 

@@ -1,6 +1,8 @@
 """LoRA: which layers are adapted, what is trained beside them, and what the model was at the start."""
 
 import contextlib
+import inspect
+import re
 from types import SimpleNamespace
 
 from common.args import CommonArgs
@@ -15,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from tests.tiny import SIZE, V, sequence, tiny_lm
+from tests.tiny import HYBRIDS, SIZE, V, sequence, tiny_family, tiny_lm
 
 peft = pytest.importorskip("peft")
 ARGS = {"lora_r": 4, "lora_alpha": 8}
@@ -93,6 +95,17 @@ def test_layers_of_several_matrices_are_left_out():
     names = {name.split(".")[-1] for name in adapted(model)}
     assert "o_b_proj" in names and "o_a_proj" not in names
     assert model.lm(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_no_weight_that_is_read_past_its_layer_is_adapted(name):
+    """In a kernel, for one, where there is a GPU: an adapter would not be seen."""
+    model = add_lora(CommonArgs(**ARGS), FlatModel(tiny_family(name)))
+    for layer in adapted(model):
+        owner, _, child = layer.rpartition(".")
+        methods = vars(type(model.lm.base_model.model.get_submodule(owner))).items()
+        code = "".join(inspect.getsource(inspect.unwrap(method)) for key, method in methods if "forward" in key)
+        assert not re.search(rf"self\.{child}\.weight(?!\.(device|dtype|shape))\b", code), layer
 
 
 # --- kinds of adapters ----------------------------------------------------------------------------------------------
