@@ -18,8 +18,8 @@ SPEAKERS = {
     "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
     "tool": ("tool", "observation", "function", "function_response"),
 }
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
 # The formats of each form, with their columns. A row has the first one whose columns are all present and not null.
 CHAT = (
     ("messages", ("messages",)),

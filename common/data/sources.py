@@ -194,12 +194,11 @@ def load_rows(source: Source | str) -> list[Row]:
 def _is_held_out(source: Source, row: Row) -> bool:
     """Whether a row is held out. Depends on the row alone, by a hash, so that adding rows moves no others."""
     try:
-        text = json.dumps(without_nulls(row), sort_keys=True, ensure_ascii=False, default=str).encode(
-            "utf-8", "surrogatepass"
-        )
+        text = json.dumps(without_nulls(row), sort_keys=True, ensure_ascii=False, default=str)
     except RecursionError as error:
-        row.problem, text = str(error), row.where.encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 < source.held_out
+        row.problem, text = str(error), row.where
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64 < source.held_out
 
 
 def files_of(source: Source) -> list[Path] | None:

@@ -24,7 +24,7 @@ def test_held_out_rows_stay_held_out(tmp_path):
     jsonl(path, rows)
     train, held_out = (set(texts(part)) for part in parts)
     assert len(train) + len(held_out) == 1000 and not train & held_out and 60 < len(held_out) < 140
-    jsonl(path, [{"text": f"new {i}"} for i in range(1000)] + rows[::-1])
+    jsonl(path, [{"text": f"new {i}"} for i in range(1000)] + [row | {"more": None} for row in rows[::-1]])  # as of a table
     again = [set(texts(part)) for part in parts]
     assert train < again[0] and held_out < again[1] and not again[0] & again[1]
 

@@ -280,7 +280,8 @@ def test_a_reward_model_scores_the_whole_text(tmp_path):
         assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
     transformers.LlamaForCausalLM(config).save_pretrained(folder)  # its scores would be random
     peft, causal = pytest.importorskip("peft"), transformers.LlamaForCausalLM.from_pretrained(folder)
-    peft.get_peft_model(causal, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])  # another module than the head
+    peft.get_peft_model(causal, config).save_pretrained(tmp_path / "adapter")
     for name in ("my_judge", "adapter"):
         with pytest.raises(UserError, match="no head for scores"):
             load_rewards([str(tmp_path / name)], CPU)

@@ -210,8 +210,8 @@ ROWS = {
 
 
 @pytest.mark.parametrize("stage", ROWS)
-def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path):
-    """But not those that are too long for the model."""
+def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path, capsys):
+    """But not those that are too long for the model; where none has a prompt, that is said."""
     row, prompt = ROWS[stage]
     text = json.dumps(row)
     (tmp_path / "rows.jsonl").write_text(text.replace(QUESTION, "Say 1. " * 300) + f"\n{text}" * 8)
@@ -219,6 +219,11 @@ def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path):
     output = launch(stage, *words.split(), "--dataset_name", tmp_path / "rows.jsonl")
     samples = read_rows(output / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2] and samples[0]["prompt"] == prompt
+    assert "no samples: " not in capsys.readouterr().out
+    if stage == "sft":
+        (tmp_path / "rows.jsonl").write_text('{"text": "plain"}\n' * 8)
+        launch(stage, *words.split(), "--dataset_name", tmp_path / "rows.jsonl", output="plain")
+        assert "no samples: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind, stages", [("rwkv", ["sft"]), pytest.param("lfm2", [*RUNS], marks=pytest.mark.slow)])
