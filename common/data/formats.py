@@ -309,6 +309,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     function = dict(call.get("function") or call)
     if isinstance(arguments := function.get("arguments"), str):
         function["arguments"] = json.loads(arguments.strip() or "{}")
+    function.setdefault("arguments", {})  # null, or not there
     return (call if "function" in call else {"type": "function"}) | {"function": function}
 
 

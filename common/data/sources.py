@@ -27,7 +27,9 @@ SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
 WORDS = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
 HELD_OUT = re.compile(f"(^|[^a-z])({WORDS})([^a-z]|$)", re.IGNORECASE)
-NOTES = re.compile("(licen[cs]e|notice|readme|requirements)[.]txt", re.IGNORECASE)  # beside the data
+DIVIDED = re.compile(f"(train|{WORDS})[^a-z]", re.IGNORECASE)  # the start of such names
+# Files beside the data.
+NOTES = re.compile("(licen[cs]e|notice|readme|requirements)([^a-z].*)?[.]txt|(dataset_infos?|metadata)[.]json", re.I)
 MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
 Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
 
@@ -212,8 +214,8 @@ def files_of(source: Source) -> list[Path] | None:
         top, data = ([file for file in path.glob(name) if kind(file) in SUFFIXES] for name in ("*", "data/*"))
         files = sorted(file for file in top if not NOTES.fullmatch(file.name))
         # In data: a copy of a Hub dataset, beside which there may be a stats.json.
-        if not any(file.name.startswith("train") or kind(file) not in (".txt", ".json") for file in files):
-            files = sorted(data) if not files or any(file.name.startswith("train") for file in data) else files
+        if not any(DIVIDED.match(file.name) or kind(file) not in (".txt", ".json") for file in files):
+            files = sorted(data) if not files or any(DIVIDED.match(file.name) for file in data) else files
         split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])  # train.jsonl, train-1.csv, train_2.csv
         named = [file for file in files if re.match(f"({split})[^a-z]", file.name, re.IGNORECASE)]
         held_out = [file for file in files if HELD_OUT.search(file.name)]

@@ -74,8 +74,9 @@ def tokenize_messages(
         return tokenize_spans(text, spans.values(), tokenizer, starts)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
     text, spans = assistant_spans(messages, tokenizer, tools, left_out)
-    thoughts = [messages[i].get("reasoning_content") or "" for i in trained]
-    if any(thoughts) and not any(thought.strip() in text for thought in thoughts if thought):
+    shown = PLACEHOLDER.sub(lambda found: hidden_texts(tokenizer)[int(found[1])], text)
+    thoughts = [thought for i in trained if (thought := messages[i].get("reasoning_content"))]
+    if thoughts and not any(thought.strip() in shown for thought in thoughts):
         raise BadRow("the chat template leaves out reasoning_content (another one: --chat_template FILE.jinja)")
     borders = [0, *chain.from_iterable(spans.values()), len(text)]  # everything outside the spans is trained
     return tokenize_spans(text, list(zip(borders[::2], borders[1::2], strict=True)), tokenizer)

@@ -46,7 +46,10 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
                 {"messages": [U, {"role": "assistant", "content": said, "function_call": {"name": "f", "arguments": text}}]},
                 chat,
             )
-            for said, text, call in ((None, '{"a": [1, null]}', CALL), ("I look.", "", {"name": "f", "arguments": {}}))
+            for said, text, call in (
+                (None, '{"a": [1, null]}', CALL),
+                *(("I.", no, CALL | {"arguments": {}}) for no in ("", None)),
+            )
             for chat in [[U, CALLS | {"content": said or "", "tool_calls": [{"type": "function", "function": call}]}]]
         ),
         ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U, A]),

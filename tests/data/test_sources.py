@@ -93,10 +93,11 @@ def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, 
 
 
 def test_notes_are_no_data(tmp_path):
-    for name in ("LICENSE.txt", "stats.json"):
+    for name in ("LICENSE-MIT.txt", "README_zh.txt", "dataset_info.json", "stats.json"):
         (tmp_path / name).write_text("Permission is granted.")
     numbered(tmp_path / "data" / "train_2.jsonl", 2)
-    assert len(columns(tmp_path)) == 2
+    numbered(tmp_path / "data" / "test.jsonl", 1)
+    assert [len(columns(Source(str(tmp_path), split=split))) for split in ("train", "test")] == [2, 1]
     os.remove(tmp_path / "stats.json")
     numbered(tmp_path / "chats.jsonl", 3)  # what is in data is of something else
     assert len(columns(tmp_path)) == 3

@@ -96,6 +96,9 @@ def test_thinking_is_trained_or_refused():
     for how, more in (("all_turns", []), ("last_turn", []), ("everything", CHAT[:2])):
         with pytest.raises(BadRow, match="reasoning_content"):
             tokenize_messages([CHAT[0], CHAT[1] | {"reasoning_content": "two"}, *more], make_tokenizer(), train_on=how)
+    thought = dict.fromkeys(("reasoning_content", "thinking"), "not <|im_end|>")
+    tokenizer = make_tokenizer(CHATML.replace("m.content +", "(m.thinking or '') + m.content +"))
+    tokenize_messages([CHAT[0], CHAT[1] | thought], tokenizer, train_on="everything")
 
 
 def test_thinking_opened_for_samples_only_is_refused():
