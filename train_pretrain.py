@@ -4,16 +4,16 @@ Over the N scored tokens of a window (all micro-batches of all processes that ma
 
     loss = -1/N · Σ_t log p(token_t | token_<t)
 
-Documents are tokenised once, each with an end-of-text token at its end, and become rows of `max_length` tokens: cut from one
-long stream ("wrapped": a row may begin in the middle of a document), or packed whole ("bfd", best-fit decreasing: a document
-never sees its neighbours).
+Documents are tokenised once, each with an end-of-text token at its end, and become rows of `max_length`
+tokens: cut from one long stream ("wrapped": a row may begin in the middle of a document), or packed whole
+("bfd", best-fit decreasing: a document never sees its neighbours).
 
     accelerate launch train_pretrain.py                                       # the embedded demo, ~2 minutes on a CPU
     accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
-Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch holds, `Output`
-(common/model/flat_model.py) what the model returns.
+Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
+holds, `Output` (common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,15 @@ from common.data import Row, Tokenizer, as_text, chunk, load_data, pack
 from common.errors import UserError
 from common.evaluate import bytes_per_token, complete_prompts, evaluate_nll, load_eval_prompts
 from common.extras import extra
-from common.model import llama_config, load_config, load_model, load_tokenizer, make_optimizer, schedule, set_lr
+from common.model import (
+    llama_config,
+    load_config,
+    load_model,
+    load_tokenizer,
+    make_optimizer,
+    schedule,
+    set_lr,
+)
 from common.run import Run
 
 NEW = "no model_name_or_path, no config_name"  # without these, the flags of a new model have no effect
@@ -44,38 +52,60 @@ class Args(CommonArgs):
     per_device_train_batch_size: int = arg(8, help="rows of max_length tokens per process and micro-batch")
     dataset_text_field: str = arg("text", help="column of the documents")
     max_length: int = arg(1024, help="tokens of a row", within="[2, 1e8]")
-    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+    max_tokens_per_batch: int = arg(
+        0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]"
+    )
     packing_strategy: Literal["wrapped", "bfd"] = arg(
         "wrapped", help="wrapped: one stream, cut into rows; bfd: whole documents, packed"
     )
-    vocab_size: int = arg(8192, help="of a new byte-level BPE tokenizer", within="[1, 1e7]", needs=NEW_TOKENIZER)
-    # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes (Llama type)
+    vocab_size: int = arg(
+        8192, help="of a new byte-level BPE tokenizer", within="[1, 1e7]", needs=NEW_TOKENIZER
+    )
+    # --model_name_or_path continues training a model; otherwise a new one, from --config_name or these sizes
+    # (Llama type)
     config_name: str | None = arg(None, help="Hub name or folder with a config.json", is_path=True)
     hidden_size: int = arg(512, help="hidden size of a new model", within="[1, 1e6]", needs=NEW)
     num_layers: int = arg(8, help="transformer blocks", within="[1, 1e4]", needs=NEW)
     num_heads: int = arg(8, help="attention heads", within="[1, 1e5]", needs=NEW)
-    num_kv_heads: int | None = arg(None, help="key/value heads; unset: as many as heads", within="[1, 1e5]", needs=NEW)
-    intermediate_size: int | None = arg(None, help="of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]", needs=NEW)
-    num_experts: int = arg(0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]")
-    num_experts_per_tok: int = arg(2, help="experts that a token is routed to", within="[1, 1e4]", needs="num_experts")
-    moe_intermediate_size: int | None = arg(
-        None, help="width of an expert; unset: a token's experts together as the MLP", within="[1, 1e7]", needs="num_experts"
+    num_kv_heads: int | None = arg(
+        None, help="key/value heads; unset: as many as heads", within="[1, 1e5]", needs=NEW
     )
-    initializer_range: float = arg(0.02, help="standard deviation of the initial weights", within="(0, 10]", needs=NEW)
-    tie_word_embeddings: bool = arg(True, help="one matrix for the input embedding and the LM head", needs=NEW)
+    intermediate_size: int | None = arg(
+        None, help="of the MLP; unset: 8/3 of hidden_size", within="[1, 1e7]", needs=NEW
+    )
+    num_experts: int = arg(
+        0, help="experts in place of each MLP (Mixtral type); 0: none", within="0 or [2, 1e4]"
+    )
+    num_experts_per_tok: int = arg(
+        2, help="experts that a token is routed to", within="[1, 1e4]", needs="num_experts"
+    )
+    moe_intermediate_size: int | None = arg(
+        None,
+        help="width of an expert; unset: a token's experts together as the MLP",
+        within="[1, 1e7]",
+        needs="num_experts",
+    )
+    initializer_range: float = arg(
+        0.02, help="standard deviation of the initial weights", within="(0, 10]", needs=NEW
+    )
+    tie_word_embeddings: bool = arg(
+        True, help="one matrix for the input embedding and the LM head", needs=NEW
+    )
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.model_name_or_path:
             raise UserError("--use_peft adapts an existing model: name it with --model_name_or_path")
         if self.num_experts and (self.model_name_or_path or self.config_name):
-            raise UserError("--num_experts is for a new model: not with --model_name_or_path or --config_name")
+            raise UserError(
+                "--num_experts is for a new model: not with --model_name_or_path or --config_name"
+            )
         if self.num_experts and self.router_aux_loss_coef is None:
             self.router_aux_loss_coef = 0.01  # otherwise a new model soon routes all tokens to a few experts
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
-    """The document of a dataset row. (Or a list of one tokenised sequence, with fields of your own, as in train_sft.py.)
-    A row that raises BadRow is left out, counted and reported."""
+    """The document of a dataset row. (Or a list of one tokenised sequence, with fields of your own, as in
+    train_sft.py.) A row that raises BadRow is left out, counted and reported."""
     return as_text(row, args.dataset_text_field)
 
 
@@ -105,29 +135,39 @@ def new_model_config(args: Args, tokenizer: Tokenizer):
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer_source = run.resume_from or args.tokenizer_name or args.model_name_or_path or args.config_name
     if tokenizer_source:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
-        tokenizer = extra("tokenizer").train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
+        tokenizer = extra("tokenizer").train_tokenizer(
+            args, accelerator, args.vocab_size, args.dataset_text_field
+        )
     field = args.dataset_text_field
     train, held_out = load_data(args, accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=partial(first_words, field=field))
+    prompts = load_eval_prompts(
+        args, accelerator, tokenizer, train, held_out, prompt_of=partial(first_words, field=field)
+    )
     if args.packing_strategy == "wrapped":
         train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
     else:  # documents of more than max_length tokens are cut
-        train, held_out = chunk(train, args.max_length, across=False), chunk(held_out, args.max_length, across=False)
+        train, held_out = (
+            chunk(train, args.max_length, across=False),
+            chunk(held_out, args.max_length, across=False),
+        )
         train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
+    # windows[step]: window of an update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
     token_bytes = bytes_per_token(held_out, tokenizer)
 
-    # --- model -------------------------------------------------------------------------------------------------------
+    # --- model ----------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)
-    model = load_model(args, accelerator, tokenizer, run.resume_from, config)  # LoRA, compilation, ... as the flags say
+    # LoRA, compilation, ... as the flags say
+    model = load_model(args, accelerator, tokenizer, run.resume_from, config)
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="document")
@@ -135,7 +175,7 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
@@ -147,20 +187,23 @@ def main(args: Args) -> None:
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
+    # --- loop -----------------------------------------------------------------------------------------------
+    # updates done so far; at the last one it only evaluates and ends
+    for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             if values:
                 values["eval_bits_per_byte"] = values["eval_loss"] / math.log(2) / token_bytes
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

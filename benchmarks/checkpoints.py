@@ -1,10 +1,12 @@
-"""What a checkpoint costs two CPU processes under FSDP2, as a model folder and in shards: time, memory, bytes on the disk.
+"""What a checkpoint costs two CPU processes under FSDP2, as a model folder and in shards: time, memory, bytes
+on the disk.
 
     python benchmarks/checkpoints.py  # 203M parameters, three rounds, ten minutes on two busy cores, 8 GiB of memory; prints a table
 
-Saving, alternately of both kinds; then from each kind, by new processes, what a run does that goes on: the model, Accelerate's
-`prepare`, the optimizer. Then the final model. Memory is what a process has of its own (RssAnon: without pages of files, which
-the system may take back), the most while it lasts, above what it had before; looked at every 2 ms.
+Saving, alternately of both kinds; then from each kind, by new processes, what a run does that goes on: the
+model, Accelerate's `prepare`, the optimizer. Then the final model. Memory is what a process has of its own
+(RssAnon: without pages of files, which the system may take back), the most while it lasts, above what it had
+before; looked at every 2 ms.
 """
 
 import argparse
@@ -23,7 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ENVIRON = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+ENVIRON = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+}
 ENVIRON |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 ENVIRON |= {"FSDP_OFFLOAD_PARAMS": "false", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false", "HF_HUB_OFFLINE": "1"}
 
@@ -74,15 +80,23 @@ def work(task: str, kind: str, folder: Path, hidden: int, layers: int, rounds: i
     from torch.distributed.fsdp import StateDictType
 
     PartialState(cpu=True)
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # Accelerate takes FSDP for GPUs only
+    # Accelerate takes FSDP for GPUs only
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     accelerator, tokenizer = Accelerator(), load_tokenizer(CommonArgs(), "data/base_model")
     rows, kinds = [], {"folder": StateDictType.FULL_STATE_DICT, "shards": StateDictType.SHARDED_STATE_DICT}
 
     def note(what: str, watched: Watched, kind: str = kind) -> None:
-        rows.append({"what": what, "kind": kind, "seconds": watched.seconds, "mib": gather_object([watched.mib])})
+        rows.append(
+            {"what": what, "kind": kind, "seconds": watched.seconds, "mib": gather_object([watched.mib])}
+        )
 
     if task == "save":
-        sizes = {"num_kv_heads": None, "intermediate_size": None, "max_position_embeddings": 512, "initializer_range": 0.02}
+        sizes = {
+            "num_kv_heads": None,
+            "intermediate_size": None,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.02,
+        }
         config = llama_config(
             tokenizer, hidden_size=hidden, num_layers=layers, num_heads=16, tie_word_embeddings=False, **sizes
         )
@@ -127,12 +141,23 @@ def start(*words: object) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(port), __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        str(port),
+        __file__,
+    ]
     subprocess.run([*command, *map(str, words)], check=True, env=os.environ | ENVIRON, cwd=ROOT)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden_size", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,4 +1,5 @@
-"""What both sides are measured with: the end of each step by three clocks, and the memory of the process and of its GPU."""
+"""What both sides are measured with: the end of each step by three clocks, and the memory of the process and
+of its GPU."""
 
 import json
 import os
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def resident(field: str = "VmRSS") -> float:
-    """MiB. VmHWM: the most since the process began. Not ru_maxrss, which a process has from the one that started it."""
+    """MiB. VmHWM: the most since the process began. Not ru_maxrss, which a process has from the one that
+    started it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
@@ -25,7 +27,14 @@ class Clock:
     """Steps of a run: `begin` before the first, `step` at the end of each, `write` after the last."""
 
     def __init__(self) -> None:
-        self.result: dict[str, Any] = {"pid": os.getpid(), "wall": [], "cpu": [], "epoch": [], "loss": [], "batches": []}
+        self.result: dict[str, Any] = {
+            "pid": os.getpid(),
+            "wall": [],
+            "cpu": [],
+            "epoch": [],
+            "loss": [],
+            "batches": [],
+        }
 
     def begin(self) -> None:
         self.result["before_mib"] = resident()

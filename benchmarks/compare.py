@@ -1,8 +1,9 @@
 """Sides that run alternately, each time in a fresh process, and the tables made of them.
 
-A benchmark names its sides (`ours` first) and how many steps each runs; `alternate` runs A B C, A B C, ...; a figure of a
-side is the median over the rounds; a ratio is taken within each round, between neighbours in time, and shown as
-`median (lowest to highest)`. This module imports nothing heavy: what it measures are other processes.
+A benchmark names its sides (`ours` first) and how many steps each runs; `alternate` runs A B C, A B C, ...; a
+figure of a side is the median over the rounds; a ratio is taken within each round, between neighbours in
+time, and shown as `median (lowest to highest)`. This module imports nothing heavy: what it measures are other
+processes.
 """
 
 import argparse
@@ -35,7 +36,9 @@ Result = dict[str, Any]
 
 def arguments(description: str | None, rounds: int = 3, **more: dict[str, Any]) -> argparse.Namespace:
     """more: flags of this benchmark, with what argparse is to know of each."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=rounds, help="how often each side runs")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each side")
     parser.add_argument("--only", nargs="+", help="only these tables")
@@ -59,19 +62,23 @@ def arguments(description: str | None, rounds: int = 3, **more: dict[str, Any]) 
 def failure(printed: str) -> RuntimeError:
     """Of a process that failed: its last line that names an exception. What it printed before is shown."""
     print(printed[-3000:], file=sys.stderr, flush=True)
-    return RuntimeError((re.findall(r"^[\w.]+: .*", printed, re.M) or printed.splitlines() or ["no output"])[-1])
+    return RuntimeError(
+        (re.findall(r"^[\w.]+: .*", printed, re.M) or printed.splitlines() or ["no output"])[-1]
+    )
 
 
 def run_process(words: list[str], env: dict[str, str] | None = None, python: str = sys.executable) -> float:
     """Seconds that a Python process took; its output if it failed."""
     began = time.perf_counter()
-    found = subprocess.run([python, *words], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True)
+    found = subprocess.run(
+        [python, *words], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True
+    )
     if found.returncode:
         raise SystemExit(f"{' '.join(words)}\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
     return time.perf_counter() - began
 
 
-# --- sides ----------------------------------------------------------------------------------------------------------
+# --- sides --------------------------------------------------------------------------------------------------
 
 
 def our_words(script: str, *words: Any, cache: Path = WORK / "cache") -> list[str]:
@@ -96,11 +103,17 @@ def peer(
     kind: str, model: str | Path, rows: str, steps: int, batch: int, script: str = "peers.py", python: str = sys.executable,
     env: dict[str, str] | None = None, work: Path = WORK / "peer", **options: Any,
 ) -> Callable[[], Result]:  # fmt: skip
-    """A side: see peers.py, or the script. python: its interpreter, of another environment. work: what it writes, deleted
-    at the end if it is the default."""
+    """A side: see peers.py, or the script. python: its interpreter, of another environment. work: what it
+    writes, deleted at the end if it is the default."""
 
     def side() -> Result:
-        spec = {"kind": kind, "model": str(INPUTS / model), "rows": str(INPUTS / rows), "steps": steps, "batch": batch}
+        spec = {
+            "kind": kind,
+            "model": str(INPUTS / model),
+            "rows": str(INPUTS / rows),
+            "steps": steps,
+            "batch": batch,
+        }
         spec |= {"options": options, "work": str(work)}
         (WORK / "spec.json").write_text(json.dumps(spec))
         result = WORK / "result.json"
@@ -109,7 +122,9 @@ def peer(
     return side
 
 
-def _measured(words: list[str], result: Path, env: dict[str, str] | None, python: str = sys.executable) -> Result:
+def _measured(
+    words: list[str], result: Path, env: dict[str, str] | None, python: str = sys.executable
+) -> Result:
     result.unlink(missing_ok=True)
     began = time.time()
     run_process([str(HERE / words[0]), *words[1:]], env, python)
@@ -132,11 +147,12 @@ def alternate(sides: dict[str, Callable[[], Result]], rounds: int) -> dict[str, 
     return found
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def rate(result: Result, amounts: list[float], clock: str = "wall", last: int | None = None) -> float:
-    """Amount per second over the timed steps; amounts: of each step, warm-up included. last: steps from there on are left out."""
+    """Amount per second over the timed steps; amounts: of each step, warm-up included. last: steps from there
+    on are left out."""
     stamps = result[clock]
     last = min(len(stamps) - 1, len(amounts), last or len(stamps))
     return sum(amounts[WARM_UP:last]) / (stamps[last] - stamps[WARM_UP])
@@ -152,7 +168,8 @@ def ratios(numerators: list[float], denominators: list[float]) -> dict[str, floa
 
 
 def losses_agree(ours: list[Result], peers: list[Result]) -> dict[str, Any]:
-    """The losses of the first steps, side by side. Raises SystemExit where they differ by more than TOLERANCE."""
+    """The losses of the first steps, side by side. Raises SystemExit where they differ by more than
+    TOLERANCE."""
     pairs = list(zip(ours[0]["loss"][:LOSSES], peers[0]["loss"][:LOSSES], strict=True))
     worst = max(abs(a - b) for a, b in pairs)
     if worst > TOLERANCE:
@@ -177,8 +194,9 @@ def compare(
 ) -> dict[str, Any]:
     """A table: rates, memory and ratios of `ours` to each peer.
 
-    amounts(side, result): what each step of the side did, in `unit`. same_maths: peers whose first losses must be ours.
-    best_of: peers of which the fastest is marked as the best. against: for a peer, which of our sides it is compared with.
+    amounts(side, result): what each step of the side did, in `unit`. same_maths: peers whose first losses
+    must be ours. best_of: peers of which the fastest is marked as the best. against: for a peer, which of our
+    sides it is compared with.
     """
     print(title, file=sys.stderr, flush=True)
     found = alternate(sides, rounds)
@@ -228,7 +246,11 @@ def markdown(table: dict[str, Any]) -> str:
         rate = entry["rate"]
         number = f"{rate['median']:,.0f}" if rate["median"] >= 100 else f"{rate['median']:.2f}"
         cells = [name + best, number]
-        cells += [shown(entry["speedup"]), f"{entry['speedup_cpu']['median']:.2f}×"] if "speedup" in entry else ["", ""]
+        cells += (
+            [shown(entry["speedup"]), f"{entry['speedup_cpu']['median']:.2f}×"]
+            if "speedup" in entry
+            else ["", ""]
+        )
         cells.append(f"{entry['peak_mib']['median']:,.0f} MiB")
         cells.append(f"{entry['memory']['median']:.2f}×" if "memory" in entry else "")
         cells.append(f"{entry['useful_share']:.0%}" if "useful_share" in entry else "")
@@ -238,16 +260,20 @@ def markdown(table: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- results --------------------------------------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
-        fields = dict(line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines() if ":" in line)
+        fields = dict(
+            line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines() if ":" in line
+        )
         fields = {key.strip(): value.strip() for key, value in fields.items()}
-        cpu = f"{fields.get('model name', cpu)}, family {fields.get('cpu family')} model {fields.get('model')}"
+        cpu = (
+            f"{fields.get('model name', cpu)}, family {fields.get('cpu family')} model {fields.get('model')}"
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     versions = {}
     for name in ("torch", "transformers", "accelerate", "trl", "datasets"):

@@ -8,7 +8,9 @@ COLOURS = ["#0b62a4", "#d9722e", "#8a8a8a"]
 Curve = list[list[float]]  # [x, y]
 
 
-def draw(name: str, title: str, xlabel: str, ylabel: str, curves: dict[str, list[Curve]], **settings: Any) -> None:
+def draw(
+    name: str, title: str, xlabel: str, ylabel: str, curves: dict[str, list[Curve]], **settings: Any
+) -> None:
     """docs/{name}.png. curves: those of each side, one for each seed. settings: of matplotlib's axes."""
     import matplotlib
 
@@ -19,7 +21,15 @@ def draw(name: str, title: str, xlabel: str, ylabel: str, curves: dict[str, list
     for colour, (side, of_seeds) in zip(COLOURS, curves.items(), strict=False):
         for seed, curve in enumerate(of_seeds):
             label = side if seed == 0 else None
-            panel.plot(*zip(*curve, strict=True), ".-", color=colour, linewidth=1, markersize=3, alpha=0.8, label=label)
+            panel.plot(
+                *zip(*curve, strict=True),
+                ".-",
+                color=colour,
+                linewidth=1,
+                markersize=3,
+                alpha=0.8,
+                label=label,
+            )
     panel.set(title=title, xlabel=xlabel, ylabel=ylabel, **settings)
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize=9)

@@ -3,8 +3,8 @@
     python benchmarks/data.py                  # the table of docs/data.md, a few minutes
     python benchmarks/data.py --corpus_mb 500  # and a large corpus: time, resident memory, start from the cache
 
-Both sides read the same file, tokenise it with two processes, and make every micro-batch of one epoch; rounds alternate, the
-figures are medians. Writes benchmarks/data.json and benchmarks/data.md.
+Both sides read the same file, tokenise it with two processes, and make every micro-batch of one epoch; rounds
+alternate, the figures are medians. Writes benchmarks/data.json and benchmarks/data.md.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def write_text(path: Path, megabytes: int) -> None:
             written += file.write(text)
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float, float, int]:
@@ -92,7 +92,7 @@ def ours(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float
     return tokenised - began, time.perf_counter() - tokenised, tokens
 
 
-# --- the peer -------------------------------------------------------------------------------------------------------
+# --- the peer -----------------------------------------------------------------------------------------------
 
 
 def peer(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float, float, int]:
@@ -137,11 +137,12 @@ def peer(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float
     return tokenised - began, time.perf_counter() - tokenised, tokens
 
 
-# --- the parts of a run ---------------------------------------------------------------------------------------------
+# --- the parts of a run -------------------------------------------------------------------------------------
 
 
 def loader_share() -> float:
-    """The share of the time of training that goes into making the batches: the demo's model on the demo's chats."""
+    """The share of the time of training that goes into making the batches: the demo's model on the demo's
+    chats."""
     code = """
 import time, train_sft
 from common.command_line import parse_args
@@ -184,17 +185,22 @@ def large_corpus(megabytes: int) -> dict[str, float]:
         work = Path(folder)
         write_text(work / "large.jsonl", megabytes)
         write_text(work / "small.jsonl", 1)
-        common = (
-            "--tokenizer_name data/base_model --hidden_size 32 --num_layers 1 --num_heads 2 --max_length 256 --max_steps 1"
-        )
+        common = "--tokenizer_name data/base_model --hidden_size 32 --num_layers 1 --num_heads 2 --max_length 256 --max_steps 1"
         common += " --eval_steps 0 --save_steps 0 --per_device_train_batch_size 1 --overwrite_output_dir"
         seconds = {}
-        for name, file in (("first", "large"), ("small_first", "small"), ("again", "large"), ("small", "small")):
+        for name, file in (
+            ("first", "large"),
+            ("small_first", "small"),
+            ("again", "large"),
+            ("small", "small"),
+        ):
             words = f"{common} --dataset_name {work / file}.jsonl --dataset_cache_dir {work / 'cache'} --output_dir {work / 'out'}"
             code = "import resource, runpy, sys; runpy.run_path('train_pretrain.py', run_name='__main__');"
             code += "print('RSS', *(resource.getrusage(w).ru_maxrss / 2**20 for w in (0, -1)))"
             began = time.perf_counter()
-            found = subprocess.run([sys.executable, "-c", code, *words.split()], cwd=ROOT, capture_output=True, text=True)
+            found = subprocess.run(
+                [sys.executable, "-c", code, *words.split()], cwd=ROOT, capture_output=True, text=True
+            )
             if found.returncode:
                 raise SystemExit(found.stdout + found.stderr)
             seconds[name] = time.perf_counter() - began
@@ -242,7 +248,10 @@ def main() -> None:
                     "tokens": found[0][2],
                 }
             table["ratio_tokenise"] = round(
-                statistics.median(p[0] / o[0] for o, p in zip(rounds["ours"], rounds["datasets.map"], strict=True)), 2
+                statistics.median(
+                    p[0] / o[0] for o, p in zip(rounds["ours"], rounds["datasets.map"], strict=True)
+                ),
+                2,
             )
             table["ratio_batches"] = round(
                 table["ours"]["batches_tokens_per_s"] / table["datasets.map"]["batches_tokens_per_s"], 1

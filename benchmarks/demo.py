@@ -2,8 +2,8 @@
 
     python benchmarks/demo.py --seeds 0 1 2
 
-Runs each stage as a user does (`accelerate launch train_*.py`), from that seed's own previous stage, scored on the test
-prompts (which no default looks at), writes benchmarks/demo.json and prints the table.
+Runs each stage as a user does (`accelerate launch train_*.py`), from that seed's own previous stage, scored
+on the test prompts (which no default looks at), writes benchmarks/demo.json and prints the table.
 """
 
 import argparse
@@ -21,7 +21,8 @@ CHAT, ZERO, BASE = (f"data/prompts/{name}_test.jsonl" for name in ("chat", "zero
 def stages(seed: int, work: Path) -> dict[str, list[str]]:
     """name -> arguments; the order is that of the chain."""
     out = {
-        name: str(work / f"{name}_{seed}") for name in ("pretrain", "sft", "dpo", "dpo_sft_term_only", "grpo", "grpo_zero")
+        name: str(work / f"{name}_{seed}")
+        for name in ("pretrain", "sft", "dpo", "dpo_sft_term_only", "grpo", "grpo_zero")
     }
 
     def run(name: str, script: str, config: str, start: str | None, prompts: str, *more: str) -> list[str]:
@@ -45,8 +46,17 @@ def measure(name: str, words: list[str]) -> dict:
     if run.returncode:
         raise SystemExit(f"{' '.join(words)}\n{run.stdout[-2000:]}{run.stderr[-2000:]}")
     output = Path(words[words.index("--output_dir") + 1])
-    evals = [row for row in map(json.loads, (output / "metrics.jsonl").open()) if any(k.startswith("eval_") for k in row)]
-    return {"stage": name, "seconds": round(time.perf_counter() - began, 1), "before": evals[0], "after": evals[-1]}
+    evals = [
+        row
+        for row in map(json.loads, (output / "metrics.jsonl").open())
+        if any(k.startswith("eval_") for k in row)
+    ]
+    return {
+        "stage": name,
+        "seconds": round(time.perf_counter() - began, 1),
+        "before": evals[0],
+        "after": evals[-1],
+    }
 
 
 def table(results: list[dict]) -> str:
@@ -71,7 +81,12 @@ def table(results: list[dict]) -> str:
         "|---|---|" + "---|" * len(seeds),
     ]
     for stage, metrics in shown.items():
-        runs = [result for seed in seeds for result in results if result["seed"] == seed and result["stage"] == stage]
+        runs = [
+            result
+            for seed in seeds
+            for result in results
+            if result["seed"] == seed and result["stage"] == stage
+        ]
         for metric, title in metrics.items():
             cells = [f"{r['before'][metric]:.3g} → {r['after'][metric]:.3g}" for r in runs]
             lines.append(f"| {stage} | {title} | " + " | ".join(cells) + " |")

@@ -2,9 +2,10 @@
 
     python benchmarks/dpo.py [--rounds 3]
 
-All sides: the same model, pairs and order, 8 pairs a step, β 0.1, float32, AdamW, one log line a step. The reference is a
-second model in memory, or its log-probabilities are computed before the first step (outside the clock; the table says how
-long that takes as the time to the first step); each of TRL's sides is compared with ours of the same kind.
+All sides: the same model, pairs and order, 8 pairs a step, β 0.1, float32, AdamW, one log line a step. The
+reference is a second model in memory, or its log-probabilities are computed before the first step (outside
+the clock; the table says how long that takes as the time to the first step); each of TRL's sides is compared
+with ours of the same kind.
 """
 
 import json

@@ -2,7 +2,8 @@
 
     python benchmarks/edits.py
 
-Copies the script, applies docs/edits/*.diff with `git apply`, runs both on the demo, writes benchmarks/results/edits.json.
+Copies the script, applies docs/edits/*.diff with `git apply`, runs both on the demo, writes
+benchmarks/results/edits.json.
 """
 
 import json
@@ -20,7 +21,15 @@ EDITS = {"weighted": ("train_sft.py", "data/base_model"), "only_better": ("train
 
 
 def right_answers(script: str, model: str, seed: int, output: Path, demo: str) -> float:
-    words = [script, "--config", f"data/configs/{demo}.yaml", "--model_name_or_path", model, "--seed", str(seed)]
+    words = [
+        script,
+        "--config",
+        f"data/configs/{demo}.yaml",
+        "--model_name_or_path",
+        model,
+        "--seed",
+        str(seed),
+    ]
     subprocess.run([sys.executable, *words, "--output_dir", str(output)], cwd=ROOT, check=True)
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [row["eval_exact_number"] for row in rows if "eval_exact_number" in row][-1]

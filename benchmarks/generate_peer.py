@@ -36,7 +36,9 @@ def main() -> None:
 
     def ids_of(turn: int) -> list[list[int]]:
         some = rows[turn * PROMPTS : (turn + 1) * PROMPTS]
-        encoded = tokenizer.apply_chat_template(some, add_generation_prompt=True, tokenize=True, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            some, add_generation_prompt=True, tokenize=True, return_dict=True
+        )
         return [ids for ids in encoded["input_ids"] for _ in range(G)]
 
     def ours(ids: list[list[int]], turn: int) -> list[int]:
@@ -72,7 +74,9 @@ def main() -> None:
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             if turn >= 0:
                 mean = sum(lengths) / len(lengths)
-                found[name].append({"wall": wall, "cpu": cpu, "tokens": sum(lengths), "mean": mean, "longest": max(lengths)})
+                found[name].append(
+                    {"wall": wall, "cpu": cpu, "tokens": sum(lengths), "mean": mean, "longest": max(lengths)}
+                )
     Path(result).write_text(json.dumps(found))
 
 

@@ -5,10 +5,11 @@
     python benchmarks/gpu.py b --only sft head        # some sections of a call
     python benchmarks/gpu.py a --device cpu --tiny    # a rehearsal at toy sizes
 
-A figure is a line of gpu_a.jsonl (gpu_b, gpu_c; in $OUT, else beside this file), written when it is found. Each section is a
-process of its own: where it dies or its time is over, what it found stays, and the next one begins. TRACEBACK=1 shows where one
-failed. Weights and tokens are random but for the scripts and the fixed GRPO task (grpo_task.py); beside ours stands what TRL
-computes, written out with transformers, and in the last call TRL itself.
+A figure is a line of gpu_a.jsonl (gpu_b, gpu_c; in $OUT, else beside this file), written when it is found.
+Each section is a process of its own: where it dies or its time is over, what it found stays, and the next one
+begins. TRACEBACK=1 shows where one failed. Weights and tokens are random but for the scripts and the fixed
+GRPO task (grpo_task.py); beside ours stands what TRL computes, written out with transformers, and in the last
+call TRL itself.
 """
 
 import argparse
@@ -37,7 +38,11 @@ CALLS = {  # call: section: its module, seconds at most, what it does
         ),
     },
     "b": {
-        "sampling": ("gpu_grpo", 150, "beside generate() and continuous batching; captures and replays of CUDA graphs"),
+        "sampling": (
+            "gpu_grpo",
+            150,
+            "beside generate() and continuous batching; captures and replays of CUDA graphs",
+        ),
         "grpo": ("gpu_grpo", 60, "a step: sampling and update"),
         "sft": ("gpu_train", 110, "chats of uneven length beside padding; compiled"),
         "pretrain": ("gpu_train", 160, "124M and 1.1B, eager and compiled: MFU"),
@@ -48,7 +53,11 @@ CALLS = {  # call: section: its module, seconds at most, what it does
         "sft_8k": ("gpu_train", 80, "rows of 8,192 tokens: kept, compiled, recomputed"),
         "dpo": ("gpu_train", 80, "beside padded pairs and full logits"),
         "long_row": ("gpu_train", 60, "one row of 16k tokens: kept, recomputed"),
-        "task": ("gpu_scripts", 140, "the fixed GRPO task, start to reward: train_grpo.py, then TRL while there is time"),
+        "task": (
+            "gpu_scripts",
+            140,
+            "the fixed GRPO task, start to reward: train_grpo.py, then TRL while there is time",
+        ),
         "trl": ("gpu_scripts", 140, "train_sft.py beside TRL's SFTTrainer, a process each"),
     },
 }
@@ -68,8 +77,12 @@ def plan() -> str:
     lines = [PLAN]
     for call, sections in CALLS.items():
         command = INSTALL if call == "c" else f"python benchmarks/gpu.py {call}"
-        lines.append(f"    {command}    # at most {sum(most for _, most, _ in sections.values()) / 60:.1f} minutes\n")
-        lines += [f"        {name:10} {most:4} s  {what}" for name, (_, most, what) in sections.items()] + [""]
+        lines.append(
+            f"    {command}    # at most {sum(most for _, most, _ in sections.values()) / 60:.1f} minutes\n"
+        )
+        lines += [f"        {name:10} {most:4} s  {what}" for name, (_, most, what) in sections.items()] + [
+            ""
+        ]
     return "\n".join(lines)
 
 
@@ -81,7 +94,11 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         lines += [f"**{section}**", "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in these:
             cells = (row.get(c, "") for c in columns)
-            lines.append("| " + " | ".join(f"{c:,}" if isinstance(c, int) and c > 9999 else str(c) for c in cells) + " |")
+            lines.append(
+                "| "
+                + " | ".join(f"{c:,}" if isinstance(c, int) and c > 9999 else str(c) for c in cells)
+                + " |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -122,7 +139,9 @@ def measure(call: str, name: str, device: str, tiny: bool, file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("call", nargs="?", choices=list(CALLS))
     parser.add_argument("--plan", action="store_true", help="print it, and do nothing")
     parser.add_argument("--only", nargs="+", metavar="SECTION")
@@ -137,18 +156,27 @@ def main() -> None:
     if args.file:
         measure(args.call, args.only[0], args.device, args.tiny, args.file)
         return
-    folder = Path(os.environ.get("OUT") or (tempfile.mkdtemp() if args.tiny else Path(__file__).resolve().parent))
+    folder = Path(
+        os.environ.get("OUT") or (tempfile.mkdtemp() if args.tiny else Path(__file__).resolve().parent)
+    )
     file = folder / f"gpu_{args.call}.jsonl"
     file.write_text("")
     for name, (_, most, _) in CALLS[args.call].items():
         if args.only and name not in args.only:
             continue
         words, began = (
-            [args.call, "--only", name, "--device", args.device, "--file", str(file)] + ["--tiny"] * args.tiny,
+            [args.call, "--only", name, "--device", args.device, "--file", str(file)]
+            + ["--tiny"] * args.tiny,
             time.time(),
         )
         ended = run_section(words, most * (5 if args.tiny else 1))  # a CPU may be busy
-        row = {"section": "sections", "side": name, "s": round(time.time() - began), "ended": ended, "then": nvidia_smi()}
+        row = {
+            "section": "sections",
+            "side": name,
+            "s": round(time.time() - began),
+            "ended": ended,
+            "then": nvidia_smi(),
+        }
         print(f"    {name}: {ended}", flush=True)
         with file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")

@@ -41,7 +41,8 @@ FULL = {
     "chat": QWEN | {"vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
     "sequence": 2048, "longest": 2048, "rows": 8, "pairs": 8, "seconds": 2.0,
     "groups": (8, 32), "G": 8, "prompt": (100, 300), "new": 256,
-    "heads": [(16384, 1024, 151936), (16384, 1024, 248320), (16384, 1024, 50257)],  # Qwen 3, Qwen 3.5, GPT-2 (odd)
+    # Qwen 3, Qwen 3.5, GPT-2 (odd)
+    "heads": [(16384, 1024, 151936), (16384, 1024, 248320), (16384, 1024, 50257)],
     "attention": 16384, "long row": 16384, "pack": (8192, 2), "trl": (24, 16),  # steps, chats
     "scripts": ("pretrain", "sft", "dpo", "grpo"), "steps": 40,
 }  # fmt: skip
@@ -85,7 +86,9 @@ class Bench:
 
     def add(self, row: Row) -> None:
         print(
-            "    " + ", ".join(f"{k} {v}" if k != "side" else f"{v}:" for k, v in row.items() if k != "section"), flush=True
+            "    "
+            + ", ".join(f"{k} {v}" if k != "side" else f"{v}:" for k, v in row.items() if k != "section"),
+            flush=True,
         )
         with self.file.open("a") as lines:
             lines.write(json.dumps(row) + "\n")
@@ -93,7 +96,8 @@ class Bench:
     def seconds(self, work: Callable[[], Any], warm_up: int = 2, cycle: int = 1) -> float:
         """Of a call: the median of a few blocks of calls, which together take about sizes["seconds"].
 
-        cycle: calls that differ (batches of other lengths), and come again; a block holds them all, equally often.
+        cycle: calls that differ (batches of other lengths), and come again; a block holds them all, equally
+        often.
         """
         for _ in range(warm_up):
             work()
@@ -114,7 +118,8 @@ class Bench:
         return statistics.median(found)
 
     def kernels(self, title: str, work: Callable[[], Any], most: int = 10) -> None:
-        """Rows of the longest kernels of one call, and of all together. Without a profiler the other figures stay."""
+        """Rows of the longest kernels of one call, and of all together. Without a profiler the other figures
+        stay."""
         section = f"longest kernels: {title}"
         activity, field = ProfilerActivity.CPU, "self_cpu_time_total"
         if self.cuda:
@@ -125,7 +130,9 @@ class Bench:
                 work()
                 self.wait()
                 wall = 1000 * (time.perf_counter() - began)
-            spent = [(getattr(event, field) / 1000, event.count, event.key) for event in profiled.key_averages()]
+            spent = [
+                (getattr(event, field) / 1000, event.count, event.key) for event in profiled.key_averages()
+            ]
         except Exception as error:
             self.add({"section": section, "side": "all", "failed": shortly(error)})
             return
@@ -142,7 +149,9 @@ class Bench:
         )
         for ms, calls, name in sorted(spent, reverse=True)[:most]:
             share = f"{ms / whole:.1%}" if whole else ""
-            self.add({"section": section, "side": name[:100], "calls": calls, "ms": round(ms, 2), "share": share})
+            self.add(
+                {"section": section, "side": name[:100], "calls": calls, "ms": round(ms, 2), "share": share}
+            )
 
     @contextmanager
     def side(self, section: str, name: str) -> Iterator[Row]:
@@ -159,7 +168,8 @@ class Bench:
                 row.setdefault("peak GiB", round(torch.cuda.max_memory_allocated(self.device) / GIB, 2))
                 row["reserved GiB"] = round(torch.cuda.max_memory_reserved(self.device) / GIB, 2)
                 row["retries"] = torch.cuda.memory_stats(self.device)["num_alloc_retries"] - retries
-        except Exception as error:  # whatever a kernel, a compiler or another version throws: the next side runs
+        # whatever a kernel, a compiler or another version throws: the next side runs
+        except Exception as error:
             row["failed"] = shortly(error)
             if os.environ.get("TRACEBACK"):
                 traceback.print_exc()
@@ -195,7 +205,7 @@ def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: torch
     return loss.detach()
 
 
-# --- random rows, and what stands for the arithmetic of TRL: padded batches, log-probabilities of full logits -----------------
+# --- random rows, and what stands for the arithmetic of TRL: padded batches, log-probabilities of full logits
 
 
 def lognormal(count: int, shortest: int, longest: int, seed: int) -> list[int]:
@@ -228,10 +238,14 @@ def pairs(bench: Bench, count: int, seed: int) -> list[Example]:
     draw, V = np.random.default_rng(seed), bench.sizes["chat"]["vocab_size"]
     longest = bench.sizes["longest"] // 2
     found = []
-    for prompt, *answers in zip(*(lognormal(count, 10, longest, 3 * seed + i) for i in range(3)), strict=True):
+    for prompt, *answers in zip(
+        *(lognormal(count, 10, longest, 3 * seed + i) for i in range(3)), strict=True
+    ):
         start = draw.integers(2, V, prompt)
         ids = [np.concatenate([start, draw.integers(2, V, n)]) for n in answers]
-        found.append([{"input_ids": i, "loss_mask": (np.arange(len(i)) >= prompt).astype(np.uint8)} for i in ids])
+        found.append(
+            [{"input_ids": i, "loss_mask": (np.arange(len(i)) >= prompt).astype(np.uint8)} for i in ids]
+        )
     return found
 
 
@@ -242,7 +256,8 @@ def selected(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def padded_logps(bench: Bench, lm: Any, sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, L - 1) log-probabilities of the next tokens from full logits, and the mask of those that are trained."""
+    """(B, L - 1) log-probabilities of the next tokens from full logits, and the mask of those that are
+    trained."""
     ids, trained = (pad(bench, [s[name] for s in sequences], 0) for name in ("input_ids", "loss_mask"))
     mask = pad(bench, [np.ones(len(s["input_ids"])) for s in sequences], 0)
     logits = lm(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
@@ -252,7 +267,11 @@ def padded_logps(bench: Bench, lm: Any, sequences: list[Sequence]) -> tuple[torc
 def prompts_of(bench: Bench, groups: int) -> list[list[int]]:
     draw, G = np.random.default_rng(0), bench.sizes["G"]
     V = bench.sizes["chat"]["vocab_size"]
-    return [row for n in draw.integers(*bench.sizes["prompt"], groups) for row in [draw.integers(2, V, n).tolist()] * G]
+    return [
+        row
+        for n in draw.integers(*bench.sizes["prompt"], groups)
+        for row in [draw.integers(2, V, n).tolist()] * G
+    ]
 
 
 def some_stops(bench: Bench) -> list[int]:

@@ -1,4 +1,5 @@
-"""The sections of gpu.py that sample: GRPO's sampling beside generate() and continuous batching, and whole steps."""
+"""The sections of gpu.py that sample: GRPO's sampling beside generate() and continuous batching, and whole
+steps."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,11 +22,19 @@ import transformers
 
 
 def samplers(bench: Bench, prompts: list[list[int]], stop_ids: list[int]) -> dict[str, Callable]:
-    """side: (language model, number of the call) -> sampled tokens of each row, up to and with its stop token."""
+    """side: (language model, number of the call) -> sampled tokens of each row, up to and with its stop
+    token."""
     new, V = bench.sizes["new"], bench.sizes["chat"]["vocab_size"]
-    longest, stop_ids = max(map(len, prompts)), stop_ids or [V]  # a token that does not exist: all get `new` tokens
+    # a token that does not exist: all get `new` tokens
+    longest, stop_ids = max(map(len, prompts)), stop_ids or [V]
     settings = transformers.GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, pad_token_id=0, eos_token_id=stop_ids
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=new,
+        pad_token_id=0,
+        eos_token_id=stop_ids,
     )
 
     def ours(model: FlatModel, call: int) -> list[list[int]]:
@@ -35,7 +44,9 @@ def samplers(bench: Bench, prompts: list[list[int]], stop_ids: list[int]) -> dic
 
     def cut(rows: list[list[int]]) -> list[list[int]]:
         stops = set(stop_ids)
-        return [row[: next((i + 1 for i, token in enumerate(row) if token in stops), len(row))] for row in rows]
+        return [
+            row[: next((i + 1 for i, token in enumerate(row) if token in stops), len(row))] for row in rows
+        ]
 
     @torch.no_grad()
     def generate(lm: Any, call: int) -> list[list[int]]:
@@ -46,7 +57,9 @@ def samplers(bench: Bench, prompts: list[list[int]], stop_ids: list[int]) -> dic
 
     def generate_batch(lm: Any, call: int) -> list[list[int]]:
         torch.manual_seed(call)
-        found = lm.generate_batch(inputs=prompts, generation_config=settings, progress_bar=False, persistent_manager=True)
+        found = lm.generate_batch(
+            inputs=prompts, generation_config=settings, progress_bar=False, persistent_manager=True
+        )
         if errors := [output.error for output in found.values() if output.error]:
             raise RuntimeError(errors[0])
         return cut([output.generated_tokens for output in found.values()])
@@ -73,7 +86,8 @@ def count_graphs() -> Row:
 
 
 def least_seconds(bench: Bench, lm: Any, prompts: list[list[int]], rows: list[list[int]]) -> float | None:
-    """What reading weights, keys and values takes, at the bandwidth of the data sheet: once per step, each prompt once."""
+    """What reading weights, keys and values takes, at the bandwidth of the data sheet: once per step, each
+    prompt once."""
     if bench.bandwidth is None:
         return None
     config = bench.sizes["chat"]
@@ -95,8 +109,13 @@ def sampling(bench: Bench) -> None:
                 if batched and (not bench.cuda or stop_ids):
                     continue
                 with bench.side("GRPO sampling", f"{len(prompts)} rows, {lengths}: {name}") as row:
-                    row.update(_sampling_rate(bench, prompts, run, torch.bfloat16, graphs if name == "ours" else None))
-                if name == "ours" and groups == bench.sizes["groups"][0]:  # as train_grpo.py samples with bf16
+                    row.update(
+                        _sampling_rate(
+                            bench, prompts, run, torch.bfloat16, graphs if name == "ours" else None
+                        )
+                    )
+                # as train_grpo.py samples with bf16
+                if name == "ours" and groups == bench.sizes["groups"][0]:
                     with bench.side(
                         "GRPO sampling", f"{len(prompts)} rows, {lengths}: ours, float32 weights, autocast"
                     ) as row:
@@ -107,10 +126,14 @@ def sampling(bench: Bench) -> None:
             model = wrap(bench.chat_model(dtype).eval())
             keys = [(i,) for i in range(len(few))]
             with bench.autocast() if dtype == torch.float32 else nullcontext():
-                bench.kernels(f"sampling, {dtype}", lambda: sample(model, few, keys, stop_ids=[], max_new_tokens=24))  # noqa: B023
+                bench.kernels(
+                    f"sampling, {dtype}", lambda: sample(model, few, keys, stop_ids=[], max_new_tokens=24)
+                )  # noqa: B023
 
 
-def _sampling_rate(bench: Bench, prompts: list[list[int]], run: Callable, dtype: torch.dtype, graphs: Row | None) -> Row:
+def _sampling_rate(
+    bench: Bench, prompts: list[list[int]], run: Callable, dtype: torch.dtype, graphs: Row | None
+) -> Row:
     """graphs: how often our sampler has captured and replayed one; None for another sampler."""
     lm = bench.chat_model(dtype).eval()
     model = lm if graphs is None else wrap(lm)
@@ -136,7 +159,8 @@ def _sampling_rate(bench: Bench, prompts: list[list[int]], run: Callable, dtype:
 
 
 def grpo(bench: Bench) -> None:
-    """Sampling and one update on the completions, float32 weights under autocast on both sides; rewards are random."""
+    """Sampling and one update on the completions, float32 weights under autocast on both sides; rewards are
+    random."""
     prompts = prompts_of(bench, bench.sizes["groups"][0])
     sides = samplers(bench, prompts, some_stops(bench))
 

@@ -29,7 +29,10 @@ def _head(bench: Bench, N: int, D: int, V: int) -> None:
     weight = inner.get_output_embeddings().weight
     torch.manual_seed(1)
     hidden = torch.randn(N, D, device=bench.device, dtype=torch.bfloat16, requires_grad=True)
-    tokens, weights = torch.randint(V, (N,), device=bench.device), torch.full((N,), 1 / N, device=bench.device)
+    tokens, weights = (
+        torch.randint(V, (N,), device=bench.device),
+        torch.full((N,), 1 / N, device=bench.device),
+    )
     sides = {
         "ours, pretrain and SFT": lambda: weighted_nll(inner, hidden, tokens, weights)[0],
         "ours, DPO and GRPO": lambda: -(weights * log_probs(inner, hidden, tokens)[0]).sum(),
@@ -50,7 +53,9 @@ def _head(bench: Bench, N: int, D: int, V: int) -> None:
             row.update({"loss": round(step().item(), 4), "ms": round(1000 * bench.seconds(step), 2)})
             row["TFLOP/s"] = round(6 * N * D * V / row["ms"] / 1e9, 1)
             if bench.cuda:
-                row["temporary GiB"] = round((torch.cuda.max_memory_allocated(bench.device) - before) / GIB, 2)
+                row["temporary GiB"] = round(
+                    (torch.cuda.max_memory_allocated(bench.device) - before) / GIB, 2
+                )
             if name == "ours, pretrain and SFT":
                 bench.kernels(f"loss head at V = {V:,}", step)
             hidden.grad = weight.grad = None
@@ -63,7 +68,8 @@ def attention(bench: Bench) -> None:
     T = sum(lengths)
     torch.manual_seed(0)
     q, k, v = (
-        torch.randn(1, h, T, Dh, device=bench.device, dtype=torch.bfloat16, requires_grad=True) for h in (H, Hkv, Hkv)
+        torch.randn(1, h, T, Dh, device=bench.device, dtype=torch.bfloat16, requires_grad=True)
+        for h in (H, Hkv, Hkv)
     )
     plan = plan_flat_row(lengths, bench.device)
     ragged, plan.ragged = plan.ragged, None
@@ -76,7 +82,8 @@ def attention(bench: Bench) -> None:
         mask = (of[:, None] == of[None]) & (
             torch.arange(T, device=bench.device)[:, None] >= torch.arange(T, device=bench.device)
         )
-        keys, values = (x.repeat_interleave(H // Hkv, 1) for x in (k, v))  # as transformers does: no kernel shares them
+        # as transformers does: no kernel shares them
+        keys, values = (x.repeat_interleave(H // Hkv, 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, keys, values, mask[None, None]).transpose(1, 2)
 
     def flat(way: Any) -> torch.Tensor:
@@ -87,8 +94,11 @@ def attention(bench: Bench) -> None:
     if ragged is not None:
         sides = {"varlen kernel": lambda: flat(ragged)} | sides
     else:
-        print(f"    no varlen kernel: it needs PyTorch 2.10 and a CUDA GPU of capability 8.0, this is {bench.device}")
-    flops = 3.5 * sum(2 * n * n * H * Dh for n in lengths)  # forward 2 products of n²/2, backward 2.5 times that
+        print(
+            f"    no varlen kernel: it needs PyTorch 2.10 and a CUDA GPU of capability 8.0, this is {bench.device}"
+        )
+    # forward 2 products of n²/2, backward 2.5 times that
+    flops = 3.5 * sum(2 * n * n * H * Dh for n in lengths)
     first = None
     for name, run in sides.items():
         with bench.side("attention", f"{len(lengths)} sequences, {T:,} tokens: {name}") as row:
@@ -103,5 +113,8 @@ def attention(bench: Bench) -> None:
             first = first if first is not None else (out, gradient)
             row["ms"] = round(1000 * bench.seconds(step), 2)
             row["useful TFLOP/s"] = round(flops / row["ms"] / 1e9, 2)
-            differences = [float((a - b).abs().max() / b.abs().max()) for a, b in zip((out, gradient), first, strict=True)]
+            differences = [
+                float((a - b).abs().max() / b.abs().max())
+                for a, b in zip((out, gradient), first, strict=True)
+            ]
             row["differs from the first by"] = f"{differences[0]:.0e}, keys' gradient {differences[1]:.0e}"

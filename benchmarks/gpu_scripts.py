@@ -1,4 +1,5 @@
-"""The sections of gpu.py that run whole processes, as a user starts them: tests, scripts, the fixed GRPO task, TRL itself."""
+"""The sections of gpu.py that run whole processes, as a user starts them: tests, scripts, the fixed GRPO
+task, TRL itself."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 import json
@@ -67,14 +68,21 @@ def scripts(bench: Bench) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for name, variant in VARIANTS.items():
             for script in bench.sizes["scripts"]:
-                if "use_peft" in variant.words and script == "pretrain" or variant.precision == "fp16" and not bench.cuda:
+                if (
+                    "use_peft" in variant.words
+                    and script == "pretrain"
+                    or variant.precision == "fp16"
+                    and not bench.cuda
+                ):
                     continue  # LoRA needs a model to adapt; float16 needs a GPU
                 out = Path(folder) / f"{script}{len(runs)}"
                 runs[script, name] = pool.submit(run_script, bench, script, variant, out)
         for (script, name), future in runs.items():
             with bench.side(f"scripts, {bench.sizes['steps']} steps", f"train_{script}.py: {name}") as row:
                 steps, took = future.result()
-                row |= compared(script, steps, {other: runs[script, other].result()[0] for other in VARIANTS[name].beside})
+                row |= compared(
+                    script, steps, {other: runs[script, other].result()[0] for other in VARIANTS[name].beside}
+                )
                 row["s"] = round(took)
 
 
@@ -91,7 +99,9 @@ def run_script(bench: Bench, script: str, variant: Variant, out: Path) -> tuple[
         env["TORCHDYNAMO_DISABLE"] = "1"
     began = time.time()
     with (out.parent / f"{out.name}.log").open("w+") as log:
-        start = lambda: subprocess.Popen([sys.executable, *words.split()], cwd=ROOT, env=env, stdout=log, stderr=log)  # noqa: E731
+        start = lambda: subprocess.Popen(
+            [sys.executable, *words.split()], cwd=ROOT, env=env, stdout=log, stderr=log
+        )  # noqa: E731
         process = start()
         if variant.is_killed:
             while not (out / f"checkpoint-{saved}").exists() and process.poll() is None:
@@ -103,18 +113,24 @@ def run_script(bench: Bench, script: str, variant: Variant, out: Path) -> tuple[
         if process.wait():
             log.seek(0)
             raise failure(log.read())
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()], time.time() - began
+    return [
+        json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()
+    ], time.time() - began
 
 
 def compared(script: str, steps: list[Row], others: dict[str, list[Row]]) -> Row:
-    """A loss of GRPO means little, and completions differ from some step on: there the reward, and how far the
-    log-probabilities of sampling and training are apart."""
+    """A loss of GRPO means little, and completions differ from some step on: there the reward, and how far
+    the log-probabilities of sampling and training are apart."""
     if script == "grpo":
         rewards, apart = ([row[name] for row in steps] for name in ("reward", "sampling/logp_difference_max"))
         return {"reward": round(statistics.mean(rewards[-10:]), 3), "first reward": round(rewards[0], 3),
                 "log-probabilities apart by": f"{statistics.median(apart):.1e}"}  # fmt: skip
     losses = [row["loss"] for row in steps]
-    found: Row = {"steps": len(losses), "loss": round(statistics.mean(losses), 5), "last": round(losses[-1], 4)}
+    found: Row = {
+        "steps": len(losses),
+        "loss": round(statistics.mean(losses), 5),
+        "last": round(losses[-1], 4),
+    }
     for name, other in others.items():
         theirs = [row["loss"] for row in other]
         mean = abs(statistics.mean(losses) / statistics.mean(theirs) - 1)
@@ -123,7 +139,7 @@ def compared(script: str, steps: list[Row], others: dict[str, list[Row]]) -> Row
     return found
 
 
-# --- the fixed GRPO task, and TRL -----------------------------------------------------------------------------------------
+# --- the fixed GRPO task, and TRL ---------------------------------------------------------------------------
 
 
 def task(bench: Bench) -> None:
@@ -131,11 +147,15 @@ def task(bench: Bench) -> None:
     for name in ("ours", "TRL"):
         with bench.side("fixed GRPO task", name) as row:
             found = grpo_task.run_side(name, 0, "bf16" if bench.cuda else "no", 3 if bench.tiny else 60)
-            row |= {key: value for key, value in found.items() if key != "side"} | {"right before": before, "peak GiB": ""}
+            row |= {key: value for key, value in found.items() if key != "side"} | {
+                "right before": before,
+                "peak GiB": "",
+            }
 
 
 def trl(bench: Bench) -> None:
-    """The same chats, order, batches, learning rate and bf16 arithmetic on float32 weights: train_sft.py and TRL's SFTTrainer."""
+    """The same chats, order, batches, learning rate and bf16 arithmetic on float32 weights: train_sft.py and
+    TRL's SFTTrainer."""
     steps, batch = bench.sizes["trl"]
     with tempfile.TemporaryDirectory() as name:
         tokens = write_inputs(bench, Path(name))
@@ -159,18 +179,33 @@ def trl(bench: Bench) -> None:
 def sides(bench: Bench, folder: Path) -> dict[str, tuple[list[str], str]]:
     """side: the script of this folder that runs it, with its words, and Accelerate's precision."""
     steps, batch = bench.sizes["trl"]
-    chats = ["--model_name_or_path", folder / "model", "--dataset_name", folder / "chats.jsonl", "--max_length", 1024]
+    chats = [
+        "--model_name_or_path",
+        folder / "model",
+        "--dataset_name",
+        folder / "chats.jsonl",
+        "--max_length",
+        1024,
+    ]
     chats += ["--max_steps", steps, "--per_device_train_batch_size", batch]
     ours = ["ours.py", *our_words("train_sft.py", *chats, cache=folder / "cache")]
     options = {"bf16": bench.cuda, "gradient_checkpointing": False}
-    spec: dict[str, Any] = {"kind": "trl_sft", "model": str(folder / "model"), "rows": str(folder / "ordered.jsonl")}
+    spec: dict[str, Any] = {
+        "kind": "trl_sft",
+        "model": str(folder / "model"),
+        "rows": str(folder / "ordered.jsonl"),
+    }
     spec |= {"steps": steps, "batch": batch, "options": options, "work": str(folder / "trl")}
     (folder / "spec.json").write_text(json.dumps(spec))
-    return {"ours": (ours, "bf16" if bench.cuda else "no"), "TRL": (["peers.py", str(folder / "spec.json")], "no")}
+    return {
+        "ours": (ours, "bf16" if bench.cuda else "no"),
+        "TRL": (["peers.py", str(folder / "spec.json")], "no"),
+    }
 
 
 def write_inputs(bench: Bench, folder: Path) -> list[int]:
-    """A model of random weights with a tokenizer, and chats in the order in which our run takes them. Tokens of each step."""
+    """A model of random weights with a tokenizer, and chats in the order in which our run takes them. Tokens
+    of each step."""
     from prepare import TEMPLATE, Words, chat
 
     from common.data.order import Order  # isort: skip
@@ -187,6 +222,8 @@ def write_inputs(bench: Bench, folder: Path) -> list[int]:
     ordered = [rows[order[i]] for i in range(len(rows))]
     for name, these in (("chats", rows), ("ordered", ordered)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in these))
-    encoded = (tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True) for row in ordered)
+    encoded = (
+        tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True) for row in ordered
+    )
     sizes = [len(row.input_ids) for row in encoded]
     return [sum(sizes[i : i + batch]) for i in range(0, len(sizes), batch)]

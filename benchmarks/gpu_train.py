@@ -1,8 +1,8 @@
 """The sections of gpu.py that train on given rows: pretrain, SFT, DPO, and one long row.
 
-Each measures ours beside what stands for TRL, on the same random weights and tokens: TRL's own settings, written out with
-transformers (right-padded batches, the prompt in both answers of a pair, the loss over full logits). Ours are the calls that
-train_*.py make.
+Each measures ours beside what stands for TRL, on the same random weights and tokens: TRL's own settings,
+written out with transformers (right-padded batches, the prompt in both answers of a pair, the loss over full
+logits). Ours are the calls that train_*.py make.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,17 @@ from common.model.wrap import wrap
 import numpy as np
 import torch
 
-# --- pretrain -------------------------------------------------------------------------------------------------------
+# --- pretrain -----------------------------------------------------------------------------------------------
 
 
 def pretrain(bench: Bench) -> None:
     T = bench.sizes["sequence"]
-    for dtype, compiled in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)):
+    for dtype, compiled in (
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, True),
+        (torch.bfloat16, False),
+    ):
         for name, (kind, options, most) in bench.sizes["pretrain"].items():
             weights = "bf16 weights" if dtype == torch.bfloat16 else "bf16 autocast"
             with bench.side("pretrain", f"{name}, {weights}, {'compiled' if compiled else 'eager'}") as row:
@@ -64,13 +69,18 @@ def _pretrain_step(bench: Bench, config: Any, dtype: torch.dtype, compiled: bool
     rate = rows * T / bench.seconds(step)
     if dtype == torch.float32:
         bench.kernels(f"pretrain, {config.hidden_size} wide, {'compiled' if compiled else 'eager'}", step)
-    found = {"rows": rows, "tokens/s": round(rate), "TFLOP/s": round(rate * flops / 1e12, 2), "first loss": round(first, 4)}
+    found = {
+        "rows": rows,
+        "tokens/s": round(rate),
+        "TFLOP/s": round(rate * flops / 1e12, 2),
+        "first loss": round(first, 4),
+    }
     if bench.peak_flops:
         found["MFU"] = f"{rate * flops / bench.peak_flops:.1%}"
     return found | {"first step s": round(compiling, 1), "padded": model.padded}
 
 
-# --- SFT ------------------------------------------------------------------------------------------------------------
+# --- SFT ----------------------------------------------------------------------------------------------------
 
 
 def sft_sides(bench: Bench) -> dict[str, tuple[int, bool, Callable]]:
@@ -81,7 +91,10 @@ def sft_sides(bench: Bench) -> dict[str, tuple[int, bool, Callable]]:
         return model(batch, nll_weights=batch["loss_mask"] / batch["loss_mask"].sum()).nll
 
     def padded(lm: Any, some: list[Sequence]) -> torch.Tensor:
-        ids, labels = pad(bench, [c["input_ids"] for c in some], 0), pad(bench, [labels_of(c) for c in some], -100)
+        ids, labels = (
+            pad(bench, [c["input_ids"] for c in some], 0),
+            pad(bench, [labels_of(c) for c in some], -100),
+        )
         mask = pad(bench, [np.ones(len(c["input_ids"])) for c in some], 0)
         return lm(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
 
@@ -105,7 +118,8 @@ def sft(bench: Bench) -> None:
 
 
 def sft_8k(bench: Bench) -> None:
-    """Rows that are one sequence each, all of it trained, as prime-rl publishes it for Qwen3-0.6B at 8k (26.0k tokens/s, H100)."""
+    """Rows that are one sequence each, all of it trained, as prime-rl publishes it for Qwen3-0.6B at 8k
+    (26.0k tokens/s, H100)."""
     T, rows = bench.sizes["pack"]
     ids = np.random.default_rng(0).integers(2, bench.sizes["chat"]["vocab_size"], (rows, T))
     sides = {"ours": (False, False), "ours, compiled": (True, False), "ours, recomputed": (False, True)}
@@ -150,17 +164,22 @@ def _sft_step(bench: Bench, name: str, count: int, compiled: bool, loss_of: Call
         bench.kernels(f"SFT, {name}", step)
     lengths = [[len(chat["input_ids"]) for chat in some] for some in batches]
     useful = sum(map(sum, lengths))
-    row = {"chats": count, "useful tokens/s": round(useful / len(batches) / took), "first loss": round(loss, 5)}
+    row = {
+        "chats": count,
+        "useful tokens/s": round(useful / len(batches) / took),
+        "first loss": round(loss, 5),
+    }
     if name.startswith("padded"):
         row["useful"] = f"{useful / sum(len(some) * max(some) for some in lengths):.0%}"
     return row
 
 
-# --- DPO ------------------------------------------------------------------------------------------------------------
+# --- DPO ----------------------------------------------------------------------------------------------------
 
 
 def dpo_sides(bench: Bench) -> dict[str, tuple[int, Callable]]:
-    """side: pairs of a micro-batch, and (model, pairs) -> sums of the log-probabilities of all answers, two to a pair."""
+    """side: pairs of a micro-batch, and (model, pairs) -> sums of the log-probabilities of all answers, two
+    to a pair."""
 
     def ours(model: FlatModel, some: list[Example]) -> torch.Tensor:
         batch = flat_batch(some, bench.device)
@@ -208,7 +227,7 @@ def _dpo_step(bench: Bench, name: str, count: int, sums_of: Callable) -> Row:
     return row | {"first logp of a chosen answer": round(first[0][0].item(), 1)}
 
 
-# --- what recomputing costs, and what it gives back -----------------------------------------------------------------------
+# --- what recomputing costs, and what it gives back ---------------------------------------------------------
 
 
 def long_row(bench: Bench) -> None:

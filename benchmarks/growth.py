@@ -2,12 +2,13 @@
 
     python benchmarks/growth.py [--device cuda] [--only sequence] [--quick]
 
-A tiny Llama, float32; one step is the forward pass, the backward pass and AdamW. Memory is the most bytes of tensors that
-lived at once beside the weights and the optimizer's moments, counted tensor by tensor and so without noise (what a kernel
-takes inside a call is not seen). Time is the median CPU time of this process (on a GPU: the wall clock, synchronised).
+A tiny Llama, float32; one step is the forward pass, the backward pass and AdamW. Memory is the most bytes of
+tensors that lived at once beside the weights and the optimizer's moments, counted tensor by tensor and so
+without noise (what a kernel takes inside a call is not seen). Time is the median CPU time of this process (on
+a GPU: the wall clock, synchronised).
 
-Along each size the exponent `k` of `cost ~ size^k` is fitted to the upper half of the points; for the length of sequences,
-time is fitted as `a · Σ n + b · Σ n²`. Writes growth.json and growth.png beside this file.
+Along each size the exponent `k` of `cost ~ size^k` is fitted to the upper half of the points; for the length
+of sequences, time is fitted as `a · Σ n + b · Σ n²`. Writes growth.json and growth.png beside this file.
 """
 
 import argparse
@@ -87,13 +88,17 @@ class Step:
         return statistics.median(found)
 
     def point(self, size: int, lengths: list[int]) -> Point:
-        """The cost of a row with sequences of these lengths. Memory comes first: its step is also the warm-up."""
+        """The cost of a row with sequences of these lengths. Memory comes first: its step is also the
+        warm-up."""
         batch = self.row(lengths)
-        costs = {"memory": self.memory(lambda: self.train(batch)), "time": self.seconds(lambda: self.train(batch))}
+        costs = {
+            "memory": self.memory(lambda: self.train(batch)),
+            "time": self.seconds(lambda: self.train(batch)),
+        }
         return {"size": size, "tokens": sum(lengths), "squares": sum(n * n for n in lengths)} | costs
 
 
-# --- what grows -----------------------------------------------------------------------------------------------------
+# --- what grows ---------------------------------------------------------------------------------------------
 
 
 def doubled(first: int, last: int) -> list[int]:
@@ -129,7 +134,8 @@ def sequences(device: str, quick: bool) -> dict[str, list[Point]]:
 
 
 def vocabulary(device: str, quick: bool) -> dict[str, list[Point]]:
-    """Larger vocabularies; the memory is also given without the gradient of the embedding, which is the head's, too."""
+    """Larger vocabularies; the memory is also given without the gradient of the embedding, which is the
+    head's, too."""
     found: dict[str, list[Point]] = {}
     for V in [512, 2048, 8192] if quick else [512, 2048, 8192, 32768, 65536, 151936]:
         step = Step(device, V)
@@ -189,22 +195,30 @@ AXES = {
 }  # function, label, and the exponents of the reference lines of time and memory
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def exponent(points: list[Point], cost: str) -> float:
     """k of cost ~ size^k, by least squares over the upper half of the points."""
     upper = points[len(points) // 2 :] if len(points) > 3 else points
-    return float(np.polyfit(np.log([p["size"] for p in upper]), np.log([max(p[cost], 1e-9) for p in upper]), 1)[0])
+    return float(
+        np.polyfit(np.log([p["size"] for p in upper]), np.log([max(p[cost], 1e-9) for p in upper]), 1)[0]
+    )
 
 
 def per_token_and_square(points: list[Point]) -> dict[str, float]:
-    """Seconds per token and per square of a length: `time = a · Σ n + b · Σ n²`, by least squares of the relative error."""
+    """Seconds per token and per square of a length: `time = a · Σ n + b · Σ n²`, by least squares of the
+    relative error."""
     times = np.array([p["time"] for p in points])
     sizes = np.array([[p["tokens"], p["squares"]] for p in points], float)
     (a, b), *_ = np.linalg.lstsq(sizes / times[:, None], np.ones(len(points)), rcond=None)
     worst = float(np.abs(sizes @ [a, b] / times - 1).max())
-    return {"per_token": float(a), "per_square": float(b), "largest_relative_error": worst, "length_of_equal_shares": a / b}
+    return {
+        "per_token": float(a),
+        "per_square": float(b),
+        "largest_relative_error": worst,
+        "length_of_equal_shares": a / b,
+    }
 
 
 def fits(axis: str, points: list[Point]) -> dict[str, Any]:
@@ -221,7 +235,9 @@ def say_table(axis: str, curves: dict[str, list[Point]], fitted: dict[str, Any])
     for name, points in curves.items():
         print(f"  {name or AXES[axis][1]}")
         for p in points:
-            beside = f"   {p['beside']:10.3f} MiB beside the gradient of the embedding" if "beside" in p else ""
+            beside = (
+                f"   {p['beside']:10.3f} MiB beside the gradient of the embedding" if "beside" in p else ""
+            )
             print(f"    {p['size']:>9,}   {p['time']:9.4f} s   {p['memory']:10.3f} MiB{beside}")
         fit = fitted[name]
         text = f"    time ~ size^{fit['time']:.2f}, memory ~ size^{fit['memory']:.2f}"
@@ -254,7 +270,9 @@ def draw(found: dict[str, Any], file: Any) -> None:
             low, high = panel.get_ylim()
             for k in (1, 2) if slope is None else (slope,):
                 last = points[-1][cost] if k else points[0][cost]
-                panel.loglog(sizes, last * (sizes / sizes[-1]) ** k, ":", color="grey", linewidth=1, label=f"size^{k}")
+                panel.loglog(
+                    sizes, last * (sizes / sizes[-1]) ** k, ":", color="grey", linewidth=1, label=f"size^{k}"
+                )
             panel.set_xscale("log", base=2)
             panel.set_ylim(min(low, high / 30), max(high, 30 * low) if slope == 0 else high)
             panel.legend(fontsize=6, frameon=False)
@@ -263,10 +281,14 @@ def draw(found: dict[str, Any], file: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only", nargs="+", choices=list(AXES), default=list(AXES))
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs; nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, to see that it runs; nothing is written"
+    )
     args = parser.parse_args()
     found = {}
     for axis in args.only:
@@ -277,7 +299,9 @@ def main() -> None:
     if args.quick or args.only != list(AXES):
         return
     suffix = "" if args.device == "cpu" else f"_{args.device}"
-    (HERE / f"growth{suffix}.json").write_text(json.dumps({"machine": machine(), "axes": found}, indent=1) + "\n")
+    (HERE / f"growth{suffix}.json").write_text(
+        json.dumps({"machine": machine(), "axes": found}, indent=1) + "\n"
+    )
     draw(found, HERE / f"growth{suffix}.png")
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/grpo.py [--rounds 3] [--only steps sampling]
 
-16 prompts x 8 completions of at most 56 tokens, from the embedded SFT model, whose completions are of uneven length and
-end on the chat template's end of turn (its generation_config.json says so, which is where TRL and generate() read it).
-What is sampled is random, so the losses cannot be compared token by token; the mean length and reward of the completions
-stand beside each other instead, and the learning rate is so small (1e-6) that they stay what they are.
+16 prompts x 8 completions of at most 56 tokens, from the embedded SFT model, whose completions are of uneven
+length and end on the chat template's end of turn (its generation_config.json says so, which is where TRL and
+generate() read it). What is sampled is random, so the losses cannot be compared token by token; the mean
+length and reward of the completions stand beside each other instead, and the learning rate is so small (1e-6)
+that they stay what they are.
 """
 
 import json
@@ -13,7 +14,21 @@ from pathlib import Path
 import shutil
 import statistics
 
-from compare import HERE, INPUTS, WORK, arguments, compare, ours, peer, ratios, run_process, save, shown, spread, wanted
+from compare import (
+    HERE,
+    INPUTS,
+    WORK,
+    arguments,
+    compare,
+    ours,
+    peer,
+    ratios,
+    run_process,
+    save,
+    shown,
+    spread,
+    wanted,
+)
 
 COMPLETIONS, STEPS = 128, 8
 MODEL = INPUTS / "sft_model"
@@ -22,7 +37,13 @@ MODEL = INPUTS / "sft_model"
 def train_sft_model() -> None:
     """The model that `python train_sft.py` leaves behind, once."""
     if not (MODEL / "summary.json").exists():
-        words = ["train_sft.py", "--model_name_or_path", "data/base_model", "--config", "data/configs/sft.yaml"]
+        words = [
+            "train_sft.py",
+            "--model_name_or_path",
+            "data/base_model",
+            "--config",
+            "data/configs/sft.yaml",
+        ]
         run_process([*words, "--eval_steps", "0", "--output_dir", str(WORK / "sft")])
         shutil.move(WORK / "sft", MODEL)
 
@@ -62,7 +83,13 @@ def sampling(rounds: int) -> dict:
     rounds *= 8  # one takes a second
     result = WORK / "sampling.json"
     run_process(
-        [str(HERE / "generate_peer.py"), str(MODEL), str(INPUTS / "prompts.ordered.jsonl"), str(result), str(rounds)]
+        [
+            str(HERE / "generate_peer.py"),
+            str(MODEL),
+            str(INPUTS / "prompts.ordered.jsonl"),
+            str(result),
+            str(rounds),
+        ]
     )
     found = json.loads(result.read_text())
     table = {"title": "GRPO, sampling alone", "unit": "tokens/s", "rounds": rounds, "sides": {}}
@@ -74,7 +101,11 @@ def sampling(rounds: int) -> dict:
     ]
     for name, rows in found.items():
         rates, cpu = ([row["tokens"] / row[clock] for row in rows] for clock in ("wall", "cpu"))
-        entry = {"rate": spread(rates), "cpu_rate": spread(cpu), "mean_length": statistics.mean(r["mean"] for r in rows)}
+        entry = {
+            "rate": spread(rates),
+            "cpu_rate": spread(cpu),
+            "mean_length": statistics.mean(r["mean"] for r in rows),
+        }
         cells = [name, f"{entry['rate']['median']:,.0f}", "", ""]
         if name != "ours":
             entry["speedup"] = ratios([r["tokens"] / r["wall"] for r in found["ours"]], rates)

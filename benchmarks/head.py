@@ -1,10 +1,11 @@
-"""The loss head at a large vocabulary: temporary memory and time of loss and gradients, ours beside full logits and TRL.
+"""The loss head at a large vocabulary: temporary memory and time of loss and gradients, ours beside full
+logits and TRL.
 
     python benchmarks/head.py [--rounds 3] [--vocabulary 150000] [--tokens 4096] [--hidden 256]
 
-Each measurement is a fresh process: hidden states (T, D) -> LM head -> mean cross-entropy -> gradients of the hidden states
-and of the weight. Temporary memory is the peak of the resident memory above what is there before, with room for both
-gradients made and touched already.
+Each measurement is a fresh process: hidden states (T, D) -> LM head -> mean cross-entropy -> gradients of the
+hidden states and of the weight. Temporary memory is the peak of the resident memory above what is there
+before, with room for both gradients made and touched already.
 """
 
 import json
@@ -55,7 +56,9 @@ def sides(V: int, T: int, D: int) -> tuple[dict, Any, Any]:
     def trl() -> torch.Tensor:
         from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-        return -ChunkedLogProbFunction.apply(hidden, weight, None, tokens, 1.0, TRL_CHUNK, None, 1.0, ())[0].mean()
+        return -ChunkedLogProbFunction.apply(hidden, weight, None, tokens, 1.0, TRL_CHUNK, None, 1.0, ())[
+            0
+        ].mean()
 
     def full() -> torch.Tensor:
         return F.cross_entropy(hidden @ weight.T, tokens)
@@ -76,7 +79,8 @@ def measure(side: str, V: int, T: int, D: int) -> dict:
     from clock import reset_peak, resident
     import torch
 
-    sides(4096, 1024, 64)[0][side]().backward()  # what is imported and started at the first call is no temporary memory
+    # what is imported and started at the first call is no temporary memory
+    sides(4096, 1024, 64)[0][side]().backward()
     functions, hidden, weight = sides(V, T, D)
     hidden.grad, weight.grad = torch.empty_like(hidden).fill_(0.0), torch.empty_like(weight).fill_(0.0)
     ctypes.CDLL(None).malloc_trim(0)  # what the heap has kept would hide new memory
@@ -113,7 +117,12 @@ def main() -> None:
     found: dict[str, list[dict]] = {side: [] for side in SIDES}
     for turn in range(args.rounds):
         for side in SIDES:
-            words = [str(HERE / "head.py"), "--measure", side, *map(str, (size.vocabulary, size.tokens, size.hidden))]
+            words = [
+                str(HERE / "head.py"),
+                "--measure",
+                side,
+                *map(str, (size.vocabulary, size.tokens, size.hidden)),
+            ]
             run = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
             if "RESULT" not in run.stdout:
                 if turn == 0:
@@ -135,10 +144,19 @@ def main() -> None:
         entry = {key: spread([row[key] for row in rows]) for key in ("temporary_mib", "wall", "cpu", "loss")}
         if abs(entry["loss"]["median"] - mine[0]["loss"]) > TOLERANCE:
             raise SystemExit(f"{side}: loss {entry['loss']['median']}, ours {mine[0]['loss']}")
-        cells = [side, f"{entry['temporary_mib']['median']:,.0f} MiB", "", f"{entry['wall']['median']:.1f} s", "", ""]
+        cells = [
+            side,
+            f"{entry['temporary_mib']['median']:,.0f} MiB",
+            "",
+            f"{entry['wall']['median']:.1f} s",
+            "",
+            "",
+        ]
         if side != "ours":
             memory = [row["temporary_mib"] for row in rows]
-            entry["memory"] = statistics.median(memory) / statistics.median(row["temporary_mib"] for row in mine)
+            entry["memory"] = statistics.median(memory) / statistics.median(
+                row["temporary_mib"] for row in mine
+            )
             entry["time"] = ratios([row["wall"] for row in mine], [row["wall"] for row in rows])
             entry["time_cpu"] = ratios([row["cpu"] for row in mine], [row["cpu"] for row in rows])
             cells[2], cells[4] = f"{entry['memory']:.1f}× less", shown(entry["time"])

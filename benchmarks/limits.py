@@ -2,12 +2,13 @@
 
     python benchmarks/limits.py [--rounds 3] [--only "SFT, 20M"]
 
-Each of our runs of the other benchmarks, alone, twice: a few steps by the clock, and the same steps, of the same rows, under
-torch's profiler. Matrix products and attention (SDPA) are counted by the profiler, with the floating-point operations that the
-shapes of the products ask for; the rest of a step (norms, activations, softmax of the head, gathers, autograd, Python) is what
-the clock has beyond them. Peak: the fastest of some large products, in the profiled process. `at most`: how much faster a step
-would be if the rest took no time, and if, besides, the products ran at the peak. The profiler counts time by the wall: the
-machine should be otherwise idle. With --only the table is printed, and the saved one kept.
+Each of our runs of the other benchmarks, alone, twice: a few steps by the clock, and the same steps, of the
+same rows, under torch's profiler. Matrix products and attention (SDPA) are counted by the profiler, with the
+floating-point operations that the shapes of the products ask for; the rest of a step (norms, activations,
+softmax of the head, gathers, autograd, Python) is what the clock has beyond them. Peak: the fastest of some
+large products, in the profiled process. `at most`: how much faster a step would be if the rest took no time,
+and if, besides, the products ran at the peak. The profiler counts time by the wall: the machine should be
+otherwise idle. With --only the table is printed, and the saved one kept.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,14 @@ def cases() -> dict[str, tuple[dict[str, str] | None, tuple[Any, ...]]]:
     bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
 
     def run(script: str, model: str, rows: str, *words: Any) -> tuple[Any, ...]:
-        return script, "--model_name_or_path", INPUTS / model, "--dataset_name", INPUTS / f"{rows}.jsonl", *words
+        return (
+            script,
+            "--model_name_or_path",
+            INPUTS / model,
+            "--dataset_name",
+            INPUTS / f"{rows}.jsonl",
+            *words,
+        )
 
     chats = ("--max_length", LENGTH, "--per_device_train_batch_size", BATCH)
     pairs = ("--max_length", LENGTH, "--per_device_train_batch_size", 4)
@@ -51,11 +59,14 @@ def cases() -> dict[str, tuple[dict[str, str] | None, tuple[Any, ...]]]:
     cpu = Path("/proc/cpuinfo")
     if cpu.exists() and "avx512_bf16" in cpu.read_text():
         found["SFT, 20M, bfloat16 autocast"] = (bf16, run("train_sft.py", "20m", "chats", *chats))
-        found["pretrain, 20M, full rows of 512, bfloat16 autocast"] = (bf16, run("train_pretrain.py", "20m", "text", *full))
+        found["pretrain, 20M, full rows of 512, bfloat16 autocast"] = (
+            bf16,
+            run("train_pretrain.py", "20m", "text", *full),
+        )
     return found
 
 
-# --- in the process that is measured --------------------------------------------------------------------------------
+# --- in the process that is measured ------------------------------------------------------------------------
 
 
 def peak(dtype: Any) -> float:
@@ -102,7 +113,9 @@ def measured(words: list[str], is_profiled: bool) -> dict[str, Any]:
     if not is_profiled:
         return {"step_s": (clock[1] - clock[0]) / STEPS}
     products = [event for event in events if event.key in PRODUCTS]
-    attention = [event for event in events if "scaled_dot_product" in event.key or "flash_attention" in event.key]
+    attention = [
+        event for event in events if "scaled_dot_product" in event.key or "flash_attention" in event.key
+    ]
     bf16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
     return {
         "products_s": sum(event.self_cpu_time_total for event in products) / 1e6 / STEPS,
@@ -112,7 +125,7 @@ def measured(words: list[str], is_profiled: bool) -> dict[str, Any]:
     }
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
+# --- the table ----------------------------------------------------------------------------------------------
 
 
 def one_round(words: tuple[Any, ...], env: dict[str, str] | None) -> dict[str, Any]:
@@ -154,7 +167,12 @@ def table(found: dict[str, dict[str, float]], rounds: int) -> dict[str, Any]:
             f"| {name} | {row['step_s']:.2f} s | {row['products']:.0%} | {row['attention']:.0%} | {row['rest']:.0%} "
             f"| {row['gflops']:.0f} | {row['peak']:.0f} | {row['without_the_rest']:.2f}× | {row['and_at_peak']:.2f}× |"
         )
-    return {"title": "where a step goes", "rounds": rounds, "cases": found, "markdown": "\n".join(lines) + "\n"}
+    return {
+        "title": "where a step goes",
+        "rounds": rounds,
+        "cases": found,
+        "markdown": "\n".join(lines) + "\n",
+    }
 
 
 def main() -> None:

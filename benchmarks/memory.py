@@ -1,11 +1,13 @@
-"""What training takes on a GPU, by size and method: the table of docs/memory.md, computed by the estimate of --dry_run.
+"""What training takes on a GPU, by size and method: the table of docs/memory.md, computed by the estimate of
+--dry_run.
 
     python benchmarks/memory.py                      # seconds for each model; no weights, no GPU, no network
     python benchmarks/memory.py --tokens 16384
     python benchmarks/memory.py --measure            # on a GPU, or on benchmarks/standin: the peak of a step of two micro-batches
 
-The models have the sizes of their config.json on the Hub. Their weights are reserved and never written, so that they take no
-memory. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits for the scale of 64 weights.
+The models have the sizes of their config.json on the Hub. Their weights are reserved and never written, so
+that they take no memory. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits for the
+scale of 64 weights.
 """
 
 import argparse
@@ -27,7 +29,8 @@ from peft import LoraConfig, get_peft_model
 import torch
 import transformers
 
-SIZES = {  # hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qwen2.5 and, with 8B, of Llama 3.1
+# hidden, MLP, layers, heads, key/value heads, tied embeddings; of Qwen2.5 and, with 8B, of Llama 3.1
+SIZES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, True),
     "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, True),
@@ -76,7 +79,12 @@ def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], measure: 
     if measure:
         return peak(FlatModel(lm).train(), lengths, optim)
     needed = estimate(
-        FlatModel(lm), lengths, mixed_precision="bf16", accumulation=2, optim=optim, device=torch.device("cuda")
+        FlatModel(lm),
+        lengths,
+        mixed_precision="bf16",
+        accumulation=2,
+        optim=optim,
+        device=torch.device("cuda"),
     )["total"]
     if "QLoRA" in way:
         blocks = [m.base_layer.weight for m in base_lm(lm).modules() if hasattr(m, "lora_A")]

@@ -1,10 +1,11 @@
 """Which models run how, and how exactly: `python benchmarks/models.py [FAMILY ...]`.
 
-A tiny random model of each causal language model that transformers knows (or of those named), in float32: how it is called
-(flat rows, padded batches, refused), and the largest differences from the model of transformers called on each sequence
-alone: of the logits of a row, of the gradients, as a share of the largest number there, and of the greedy completions that
-differ from generate(). The sequences are of unequal length, longer than the sliding window and than the positions that
-RoPE was made for; two share a start. Writes models.json and models.md.
+A tiny random model of each causal language model that transformers knows (or of those named), in float32: how
+it is called (flat rows, padded batches, refused), and the largest differences from the model of transformers
+called on each sequence alone: of the logits of a row, of the gradients, as a share of the largest number
+there, and of the greedy completions that differ from generate(). The sequences are of unequal length, longer
+than the sliding window and than the positions that RoPE was made for; two share a start. Writes models.json
+and models.md.
 """
 
 import argparse
@@ -62,7 +63,8 @@ MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "rope_parameters": {
-            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("full_attention", "sliding_attention")
         }
     },
     "dots3_note_text": {"per_layer_config": {}, "shared_experts_intermediate_size": 16},
@@ -101,8 +103,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LENGTHS = [24, 3, 17, 5]
-# Registered as causal language models, and none that one would train here: encoders, decoders of encoder-decoder models,
-# parts of vision and speech models, drafts of speculative decoding.
+# Registered as causal language models, and none that one would train here: encoders, decoders of
+# encoder-decoder models, parts of vision and speech models, drafts of speculative decoding.
 OTHERS = """
 bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra emu3 ernie fuyu
 gemma4_assistant gemma4_unified_assistant git got_ocr2 marian mbart megatron-bert mllama moshi moss_transcribe_diarize
@@ -156,7 +158,9 @@ def tiny_model(family: str) -> torch.nn.Module:
     with quiet():
         config = tiny_config(family)
         with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+            size = sum(
+                p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters()
+            )
         if size > 2e7:
             raise ValueError(f"not tiny: {size:,} parameters")
         model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -186,8 +190,15 @@ def measure(family: str) -> dict[str, Any]:
         return found | {"how": "CRASH", "why": short(error)}
     found["how"] = "padded" if model.padded else "flat"
     if model.padded:
-        found["why"] = re.sub(r".*cannot be called on flat rows \((.*)\); padded.*", r"\1", said.getvalue().strip())[:200]
-    measures = {"logits": logits_differ, "gradients": gradients_differ, "greedy": greedy_differs, "sampled": sampled_differ}
+        found["why"] = re.sub(
+            r".*cannot be called on flat rows \((.*)\); padded.*", r"\1", said.getvalue().strip()
+        )[:200]
+    measures = {
+        "logits": logits_differ,
+        "gradients": gradients_differ,
+        "greedy": greedy_differs,
+        "sampled": sampled_differ,
+    }
     for name, function in measures.items():
         try:
             with quiet():
@@ -198,7 +209,8 @@ def measure(family: str) -> dict[str, Any]:
 
 
 def sequences() -> list[list[dict[str, np.ndarray]]]:
-    """Four of unequal length; the third begins with the tokens of the first... of the second, which are shared."""
+    """Four of unequal length; the third begins with the tokens of the first... of the second, which are
+    shared."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, V, n) for n in LENGTHS]
     rows[3][:2] = rows[2][:2]
@@ -208,7 +220,8 @@ def sequences() -> list[list[dict[str, np.ndarray]]]:
 
 
 def logits_differ(model: FlatModel, plain: torch.nn.Module) -> float:
-    """Of the trained tokens' log-probabilities, all of a row, from each sequence alone: the largest difference, in nats."""
+    """Of the trained tokens' log-probabilities, all of a row, from each sequence alone: the largest
+    difference, in nats."""
     batch = flat_batch(sequences(), torch.device("cpu"))
     with torch.no_grad():
         model.eval()
@@ -253,8 +266,8 @@ def greedy_differs(model: FlatModel, plain: torch.nn.Module) -> str:
     ours = sample(model, prompts, [(i,) for i in range(4)], max_new_tokens=12, stop_ids=[], temperature=0.0)
     wrong = 0
     for prompt, completion in zip(prompts, ours, strict=True):
-        # Without a cache: with one, keys keep the positions of a shorter text where RoPE depends on the length, xLSTM's fails,
-        # and HRM's gives other logits than the whole text does.
+        # Without a cache: with one, keys keep the positions of a shorter text where RoPE depends on the
+        # length, xLSTM's fails, and HRM's gives other logits than the whole text does.
         options = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, "use_cache": False}
         out = plain.generate(torch.tensor([prompt]), **options)
         wrong += out[0, len(prompt) :].tolist() != completion.ids
@@ -262,15 +275,20 @@ def greedy_differs(model: FlatModel, plain: torch.nn.Module) -> str:
 
 
 def sampled_differ(model: FlatModel, plain: torch.nn.Module) -> float:
-    """Of the log-probabilities that sampling gives for its tokens, from those of the whole text: the largest, in nats."""
+    """Of the log-probabilities that sampling gives for its tokens, from those of the whole text: the largest,
+    in nats."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(2, V, n).tolist() for n in (5, 3, 9, 5)]
     found = sample(model, prompts, [(i,) for i in range(4)], max_new_tokens=16, stop_ids=[])
     rows = [np.array(prompt + completion.ids) for prompt, completion in zip(prompts, found, strict=True)]
     masks = [np.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     with torch.no_grad():
-        alone = alone_logps(plain, [[{"input_ids": row, "loss_mask": m}] for row, m in zip(rows, masks, strict=True)])
-    return float((alone - torch.tensor([logp for completion in found for logp in completion.logps])).abs().max())
+        alone = alone_logps(
+            plain, [[{"input_ids": row, "loss_mask": m}] for row, m in zip(rows, masks, strict=True)]
+        )
+    return float(
+        (alone - torch.tensor([logp for completion in found for logp in completion.logps])).abs().max()
+    )
 
 
 @contextlib.contextmanager
@@ -338,7 +356,9 @@ def table(results: list[dict[str, Any]]) -> str:
         if found not in fine:
             numbers = [found.get(name, "") for name in ("logits", "gradients", "greedy", "sampled")]
             shown = [f"{n:.0e}" if isinstance(n, float) else str(n) for n in numbers]
-            lines.append(f"| {found['family']} | {found['how']} | {' | '.join(shown)} | {found.get('why', '')} |")
+            lines.append(
+                f"| {found['family']} | {found['how']} | {' | '.join(shown)} | {found.get('why', '')} |"
+            )
     return "\n".join(lines) + "\n"
 
 

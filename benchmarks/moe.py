@@ -2,9 +2,10 @@
 
     python benchmarks/moe.py [--steps 300] [--experts 8 32]
 
-A tiny new mixture (2 layers of 64, experts of 32, 2 for each token) learns the embedded demo's text, in windows of two
-micro-batches. Writes a table: over the last fifth of the steps the loss, the load of the busiest expert of a layer (1: even;
-at most experts / 2), and the share of experts that got no token of a window.
+A tiny new mixture (2 layers of 64, experts of 32, 2 for each token) learns the embedded demo's text, in
+windows of two micro-batches. Writes a table: over the last fifth of the steps the loss, the load of the
+busiest expert of a layer (1: even; at most experts / 2), and the share of experts that got no token of a
+window.
 """
 
 import argparse
@@ -23,9 +24,25 @@ RUN += "--per_device_train_batch_size 4 --gradient_accumulation_steps 2".split()
 
 def measure(steps: int, experts: int, coefficient: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        words = [*RUN, *MODEL, "--num_experts", str(experts), "--max_steps", str(steps), "--output_dir", folder + "/run"]
+        words = [
+            *RUN,
+            *MODEL,
+            "--num_experts",
+            str(experts),
+            "--max_steps",
+            str(steps),
+            "--output_dir",
+            folder + "/run",
+        ]
         command = [sys.executable, "train_pretrain.py", *words, "--router_aux_loss_coef", coefficient]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+        subprocess.run(
+            command,
+            cwd=ROOT,
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ,
+        )
         rows = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "loss" in row and row["step"] > 0.8 * steps]
     names = ("loss", "moe/aux_loss", "moe/max_load", "moe/unused_experts")

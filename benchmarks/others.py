@@ -3,15 +3,16 @@
     python benchmarks/others.py --python llamafactory=PYTHON litgpt=PYTHON torchtune=PYTHON
         [--rounds 2] [--quick] [--only sft dpo pretrain sft20m compiled]
 
-PYTHON: the interpreter of an environment in which that one is installed; their versions of other libraries exclude each
-other. One that is not named is left out. Without --only: sft, dpo, pretrain. As in sft.py, dpo.py and pretrain.py all
-sides have the same weights, rows, order, batch and learning rate, float32, one thread, no evaluation, no saving.
-LLaMA-Factory's defaults include gradient checkpointing; its packing lets chats of a row see each other, its neat
-packing does not. Its padding is to multiples of 8. torchtune's chunked loss is its default. How each is called:
-peer_*.py.
+PYTHON: the interpreter of an environment in which that one is installed; their versions of other libraries
+exclude each other. One that is not named is left out. Without --only: sft, dpo, pretrain. As in sft.py,
+dpo.py and pretrain.py all sides have the same weights, rows, order, batch and learning rate, float32, one
+thread, no evaluation, no saving. LLaMA-Factory's defaults include gradient checkpointing; its packing lets
+chats of a row see each other, its neat packing does not. Its padding is to multiples of 8. torchtune's
+chunked loss is its default. How each is called: peer_*.py.
 
-Start-up is from the start of the process to the end of the first step of SFT, which is of 8 chats, nothing cached. Ours
-and LLaMA-Factory tokenise all 192 chats before it, the bare loop what it needs; the others are given tokens.
+Start-up is from the start of the process to the end of the first step of SFT, which is of 8 chats, nothing
+cached. Ours and LLaMA-Factory tokenise all 192 chats before it, the bare loop what it needs; the others are
+given tokens.
 """
 
 from collections.abc import Callable
@@ -46,15 +47,21 @@ class Peers:
     def __init__(self, pythons: dict[str, str]):
         self.pythons = pythons
 
-    def __call__(self, name: str, kind: str, model: str, rows: str, steps: int, batch: int = BATCH, **options: Any) -> Side:
+    def __call__(
+        self, name: str, kind: str, model: str, rows: str, steps: int, batch: int = BATCH, **options: Any
+    ) -> Side:
         python = self.pythons.get(name, sys.executable)
         return peer(kind, model, rows, steps, batch, script=f"peer_{name}.py", python=python, **options)
 
     def there(self, sides: dict[str, Side | None]) -> dict[str, Side]:
         """Without those of a peer that has no interpreter. A side begins with the peer's name."""
         names = {"LLaMA-Factory": "llamafactory", "LitGPT": "litgpt", "torchtune": "torchtune"}
-        needs = {name: next((n for word, n in names.items() if name.startswith(word)), None) for name in sides}
-        return {name: side for name, side in sides.items() if needs[name] is None or needs[name] in self.pythons}
+        needs = {
+            name: next((n for word, n in names.items() if name.startswith(word)), None) for name in sides
+        }
+        return {
+            name: side for name, side in sides.items() if needs[name] is None or needs[name] in self.pythons
+        }
 
 
 def uncached(side: Callable[[Path], Result]) -> Side:
@@ -69,7 +76,9 @@ def only_there(names: tuple[str, ...], sides: dict[str, Side]) -> tuple[str, ...
     return tuple(name for name in names if name in sides)
 
 
-def sft(peers: Peers, model: str, title: str, rounds: int, steps: int, packs: int, own: int) -> dict[str, Any]:
+def sft(
+    peers: Peers, model: str, title: str, rounds: int, steps: int, packs: int, own: int
+) -> dict[str, Any]:
     """steps: of the sides that pad; packs: of those that pack; own: ours."""
     lengths = json.loads((INPUTS / "chats.lengths.json").read_text())
     in_order = [sum(lengths[i : i + BATCH]) for i in range(0, len(lengths), BATCH)]
@@ -177,7 +186,10 @@ def main() -> None:
     if unknown := set(pythons) - set(INSTALL):
         raise SystemExit(f"--python {unknown.pop()}=...: expected {', '.join(INSTALL)}")
     for name in INSTALL.keys() - pythons.keys():
-        print(f"{name} is left out: python -m venv {name} && {name}/bin/pip install {INSTALL[name]}", file=sys.stderr)
+        print(
+            f"{name} is left out: python -m venv {name} && {name}/bin/pip install {INSTALL[name]}",
+            file=sys.stderr,
+        )
     peers = Peers(pythons)
     versions = "; ".join(version_of(python) for python in pythons.values())
 
@@ -199,7 +211,10 @@ def main() -> None:
         except SystemExit as problem:  # the other tables are no worse for it
             failed.append(f"{name}: {problem}")
             continue
-        table |= {"peers": versions, "markdown": f"{markdown(table)}\n{f'({versions})' if versions else ''}\n"}
+        table |= {
+            "peers": versions,
+            "markdown": f"{markdown(table)}\n{f'({versions})' if versions else ''}\n",
+        }
         if name == "sft":
             table["markdown"] += "\n" + startup(table)
         if args.quick:

@@ -1,4 +1,5 @@
-"""One of the train_*.py as a user starts it, with a clock at the end of each step: nothing in the run is replaced.
+"""One of the train_*.py as a user starts it, with a clock at the end of each step: nothing in the run is
+replaced.
 
 python benchmarks/ours.py result.json train_sft.py --logging_steps 1 ...
 """

@@ -2,11 +2,11 @@
 
     PYTHON benchmarks/peer_litgpt.py result.json spec.json     # called by others.py, with LitGPT's Python
 
-spec: as of peers.py; "kind": sft (rows: chats.tokens.json) or pretrain (rows: text*.npy). The weights are converted by
-its own function. The rows are given as tokens, in a data module of ours with its own collator: its prompt styles know
-one exchange. For the same arithmetic as on the other sides: the learning rate is constant, and in finetuning, which has
-neither, the embedding is tied and the optimizer clips. Its pretraining compiles the model; TORCHDYNAMO_DISABLE=1 has it
-not.
+spec: as of peers.py; "kind": sft (rows: chats.tokens.json) or pretrain (rows: text*.npy). The weights are
+converted by its own function. The rows are given as tokens, in a data module of ours with its own collator:
+its prompt styles know one exchange. For the same arithmetic as on the other sides: the learning rate is
+constant, and in finetuning, which has neither, the embedding is tied and the optimizer clips. Its pretraining
+compiles the model; TORCHDYNAMO_DISABLE=1 has it not.
 """
 
 import json
@@ -51,12 +51,15 @@ class ClockLogger(CSVLogger):
 
 
 class Rows(DataModule):
-    """The clock begins with the first batch. LitGPT validates before that: on one row, and in finetuning on two tokens."""
+    """The clock begins with the first batch. LitGPT validates before that: on one row, and in finetuning on
+    two tokens."""
 
     def __init__(self, rows: list[Any], collate: Any, row: Any, clock: Clock):
         self.rows, self.collate, self.row, self.clock = rows, collate, row, clock
 
-    def connect(self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int | None = None, **named: Any) -> None:
+    def connect(
+        self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int | None = None, **named: Any
+    ) -> None:
         self.batch_size = batch_size
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
@@ -115,9 +118,15 @@ def optimizer(name: str) -> dict:
 def sft(spec: dict, clock: Clock) -> None:
     model = Path(spec["work"]) / "model"
     convert(Path(spec["model"]), model)
-    rows = [{name: torch.tensor(ids) for name, ids in row.items()} for row in json.loads(Path(spec["rows"]).read_text())]
+    rows = [
+        {name: torch.tensor(ids) for name, ids in row.items()}
+        for row in json.loads(Path(spec["rows"]).read_text())
+    ]
     for row in rows:
-        row["token_counts"] = {"raw": len(row["input_ids"]), "raw_plus_prompt_template": len(row["input_ids"])}
+        row["token_counts"] = {
+            "raw": len(row["input_ids"]),
+            "raw_plus_prompt_template": len(row["input_ids"]),
+        }
     row = {name: ids[-2:] if name != "token_counts" else ids for name, ids in rows[0].items()}
     data = Rows(rows, get_sft_collate_fn(), row, clock)
     data.prompt_style = None

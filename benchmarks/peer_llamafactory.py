@@ -1,11 +1,12 @@
-"""LLaMA-Factory's `llamafactory-cli train` with a clock, on the rows of the benchmarks, in their chat template.
+"""LLaMA-Factory's `llamafactory-cli train` with a clock, on the rows of the benchmarks, in their chat
+template.
 
     PYTHON benchmarks/peer_llamafactory.py result.json spec.json     # called by others.py, with LLaMA-Factory's Python
 
-spec: as of peers.py; "kind": sft, dpo or pt; "options": arguments of its YAML, over those below. Chats and pairs are
-given as text. Rows of pretraining are given as tokens (`tokenized_path`), because it would cut them in the order of the
-documents. Its collator leaves the padding token out of the loss, which in these models ends the documents, too: for
-pretraining the model's folder is copied with another one.
+spec: as of peers.py; "kind": sft, dpo or pt; "options": arguments of its YAML, over those below. Chats and
+pairs are given as text. Rows of pretraining are given as tokens (`tokenized_path`), because it would cut them
+in the order of the documents. Its collator leaves the padding token out of the loss, which in these models
+ends the documents, too: for pretraining the model's folder is copied with another one.
 """
 
 import importlib.machinery
@@ -41,12 +42,14 @@ SHAREGPT = {
 }
 DATASETS = {
     "sft": SHAREGPT | {"columns": {"messages": "messages"}},
-    "dpo": SHAREGPT | {"ranking": True, "columns": {"messages": "prompt", "chosen": "chosen", "rejected": "rejected"}},
+    "dpo": SHAREGPT
+    | {"ranking": True, "columns": {"messages": "prompt", "chosen": "chosen", "rejected": "rejected"}},
 }
 
 
 class LineBetweenTurns(Template):
-    """Of a template's slots none stands between two exchanges; ours has a newline there, which nobody is trained on."""
+    """Of a template's slots none stands between two exchanges; ours has a newline there, which nobody is
+    trained on."""
 
     def _encode(self, tokenizer: Any, messages: list[dict], *args: Any) -> list[list[int]]:
         first, *others = super()._encode(tokenizer, messages, *args)
@@ -55,7 +58,8 @@ class LineBetweenTurns(Template):
 
 
 class Count(StepClock):
-    """What each batch holds. In chats the padding is token 0, which stands nowhere else; full rows have none."""
+    """What each batch holds. In chats the padding is token 0, which stands nowhere else; full rows have
+    none."""
 
     def on_train_begin(self, *args: Any, train_dataloader: Any = None, **named: Any) -> None:
         def useful(batch: Any) -> int:
@@ -74,16 +78,21 @@ def conversations(spec: dict, work: Path) -> dict[str, Any]:
     rows = [json.loads(line) for line in open(spec["rows"], encoding="utf-8")]
     if spec["kind"] == "dpo":
         rows = [
-            row | {side: row[side][0] for side in ("chosen", "rejected")} for row in rows[: spec["steps"] * spec["batch"]]
+            row | {side: row[side][0] for side in ("chosen", "rejected")}
+            for row in rows[: spec["steps"] * spec["batch"]]
         ]
     (work / "rows.json").write_text(json.dumps(rows))
-    (work / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"} | DATASETS[spec["kind"]]}))
+    (work / "dataset_info.json").write_text(
+        json.dumps({"rows": {"file_name": "rows.json"} | DATASETS[spec["kind"]]})
+    )
     return {}
 
 
 def pretraining(spec: dict, work: Path) -> dict[str, Any]:
     rows = np.load(spec["rows"])
-    table = datasets.Dataset.from_dict({"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist()})
+    table = datasets.Dataset.from_dict(
+        {"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist()}
+    )
     datasets.DatasetDict({"train": table}).save_to_disk(str(work / "tokens"))
     model = shutil.copytree(spec["model"], work / "model")
     config = json.loads((model / "tokenizer_config.json").read_text())

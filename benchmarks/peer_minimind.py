@@ -1,14 +1,16 @@
-"""minimind's loop (train_full_sft.py, train_pretrain.py, train_dpo.py of August 2026) in words of our own, with a clock.
+"""minimind's loop (train_full_sft.py, train_pretrain.py, train_dpo.py of August 2026) in words of our own,
+with a clock.
 
     python benchmarks/peer_minimind.py result.json spec.json     # called by others.py
 
-spec: as of peers.py; "kind": sft (rows: chats.tokens.json), dpo (pairs.tokens.json) or pretrain (text*.npy). What is
-done as there: every row is padded to one length when it is fetched (1,024 here, which its 768 for SFT would cut), the
-model is called without an attention mask, all logits are made and copied, cross-entropy runs over all positions with
--100 where there is nothing to learn (DPO: log-softmax over all positions, times a mask), the loss goes through a
-GradScaler and the learning rate is set at each step. On a CPU it has no autocast and the scaler is off, as there. Other
-than there: transformers' Llama, which has the weights of the other sides, for its own, no worker processes beside the
-one thread, no weight decay, a constant learning rate, a log line a step, rows in our order.
+spec: as of peers.py; "kind": sft (rows: chats.tokens.json), dpo (pairs.tokens.json) or pretrain (text*.npy).
+What is done as there: every row is padded to one length when it is fetched (1,024 here, which its 768 for SFT
+would cut), the model is called without an attention mask, all logits are made and copied, cross-entropy runs
+over all positions with -100 where there is nothing to learn (DPO: log-softmax over all positions, times a
+mask), the loss goes through a GradScaler and the learning rate is set at each step. On a CPU it has no
+autocast and the scaler is off, as there. Other than there: transformers' Llama, which has the weights of the
+other sides, for its own, no worker processes beside the one thread, no weight decay, a constant learning
+rate, a log line a step, rows in our order.
 """
 
 from contextlib import nullcontext
@@ -58,7 +60,11 @@ def lm_loss(model: Any, batch: list[torch.Tensor]) -> torch.Tensor:
 def log_probs(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """(rows,): of the labelled tokens."""
     inputs, targets, mask = ids[:, :-1], ids[:, 1:], labels[:, 1:] != -100
-    each = F.log_softmax(model(inputs, use_cache=False).logits, dim=-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    each = (
+        F.log_softmax(model(inputs, use_cache=False).logits, dim=-1)
+        .gather(-1, targets.unsqueeze(-1))
+        .squeeze(-1)
+    )
     return (each * mask).sum(-1)
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/peer_nanogpt.py result.json spec.json     # called by shakespeare.py
 
-spec: as of peers.py; "model": a checkout of nanoGPT, of which `model.py` is used as it is: the model, its initial weights, its
-optimizer. train.py cannot be imported, and draws its windows at random; what it does in a step is written out here. With
-"weights", a folder of transformers' GPT-2, it starts from those, and has biases as they do. Beside the clock's figures the result
-has "evaluations", [step, loss of all held-out rows].
+spec: as of peers.py; "model": a checkout of nanoGPT, of which `model.py` is used as it is: the model, its
+initial weights, its optimizer. train.py cannot be imported, and draws its windows at random; what it does in
+a step is written out here. With "weights", a folder of transformers' GPT-2, it starts from those, and has
+biases as they do. Beside the clock's figures the result has "evaluations", [step, loss of all held-out rows].
 """
 
 from contextlib import nullcontext
@@ -25,7 +25,8 @@ IGNORED = -1  # as a target, by nanoGPT's loss; pads the last row
 
 
 def inputs_and_targets(rows: np.ndarray, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows (B, T) of token ids -> inputs (B, T) and targets (B, T): the next token, IGNORED at the end of a row."""
+    """rows (B, T) of token ids -> inputs (B, T) and targets (B, T): the next token, IGNORED at the end of a
+    row."""
     tokens = torch.from_numpy(rows).to(device)
     targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], IGNORED)], dim=1)
     return tokens.clamp(min=0), targets
@@ -72,7 +73,8 @@ def main() -> None:
     if options["weights"]:
         load_gpt2(model, options["weights"])
     optimizer = model.configure_optimizers(0.1, options["learning_rate"], (0.9, 0.99), device)
-    step_model = torch.compile(model) if device == "cuda" else model  # its README's command for a CPU has --compile=False
+    # its README's command for a CPU has --compile=False
+    step_model = torch.compile(model) if device == "cuda" else model
     evaluations = []
 
     clock.begin()

@@ -1,13 +1,14 @@
-"""torchtune's recipes full_finetune_single_device and full_dpo_distributed with a clock, on the rows of the benchmarks.
+"""torchtune's recipes full_finetune_single_device and full_dpo_distributed with a clock, on the rows of the
+benchmarks.
 
     PYTHON benchmarks/peer_torchtune.py result.json spec.json     # called by others.py, with torchtune's Python
 
-spec: as of peers.py; "kind": sft (rows: chats.tokens.json), dpo (pairs.tokens.json) or pretrain (text*.npy); "options":
-of its YAML, over those of `settings`; `packed`: rows of so many tokens. The model is its Llama 3.2 (whose embedding is
-tied) without the scaling of RoPE, the weights are read by its checkpointer. The rows are given as tokens: its
-tokenizers are those of the models it knows. Its settings for one device (8-bit AdamW, a step inside the backward pass)
-are left for the same AdamW as on the other sides, its chunked loss is kept. DPO of all weights it has for several
-processes alone: here with one, on Gloo.
+spec: as of peers.py; "kind": sft (rows: chats.tokens.json), dpo (pairs.tokens.json) or pretrain (text*.npy);
+"options": of its YAML, over those of `settings`; `packed`: rows of so many tokens. The model is its Llama 3.2
+(whose embedding is tied) without the scaling of RoPE, the weights are read by its checkpointer. The rows are
+given as tokens: its tokenizers are those of the models it knows. Its settings for one device (8-bit AdamW, a
+step inside the backward pass) are left for the same AdamW as on the other sides, its chunked loss is kept.
+DPO of all weights it has for several processes alone: here with one, on Gloo.
 """
 
 from collections.abc import Callable
@@ -52,13 +53,19 @@ def rows(tokenizer: Any, path: str, packed: int) -> Any:
     if path.endswith(".npy"):
         found = [{"tokens": row.tolist(), "labels": row.tolist()} for row in np.load(path)]
     else:
-        found = [{"tokens": row["input_ids"], "labels": row["labels"]} for row in json.loads(Path(path).read_text())]
+        found = [
+            {"tokens": row["input_ids"], "labels": row["labels"]}
+            for row in json.loads(Path(path).read_text())
+        ]
     return PackedDataset(found, max_seq_len=packed) if packed else found
 
 
 def pairs(tokenizer: Any, path: str, packed: int) -> list[dict[str, list[int]]]:
     found = json.loads(Path(path).read_text())
-    return [{f"{side}_{name}": row[side][name] for side in row for name in ("input_ids", "labels")} for row in found]
+    return [
+        {f"{side}_{name}": row[side][name] for side in row for name in ("input_ids", "labels")}
+        for row in found
+    ]
 
 
 def constant(optimizer: Any, **named: Any) -> torch.optim.lr_scheduler.LambdaLR:
@@ -77,14 +84,19 @@ def counted(collate: Callable, packed: bool) -> Callable:
             return batch
         tokens = [torch.as_tensor(row["tokens"]) for row in rows]
         useful = sum(int((ids != Padding.pad_id).sum()) if packed else len(ids) for ids in tokens)
-        CLOCK.result["batches"].append({"rows": len(rows), "useful": useful, "padded": batch["tokens"].numel()})
+        CLOCK.result["batches"].append(
+            {"rows": len(rows), "useful": useful, "padded": batch["tokens"].numel()}
+        )
         return batch
 
     return inner
 
 
 def settings(spec: dict) -> dict[str, Any]:
-    hf, packed = json.loads((Path(spec["model"]) / "config.json").read_text()), spec["options"].pop("packed", 0)
+    hf, packed = (
+        json.loads((Path(spec["model"]) / "config.json").read_text()),
+        spec["options"].pop("packed", 0),
+    )
     work = spec["work"]
     given = {
         "output_dir": work, "device": "cpu", "dtype": "fp32", "seed": 0, "epochs": 1, "max_steps_per_epoch": spec["steps"],
@@ -119,7 +131,9 @@ def settings(spec: dict) -> dict[str, Any]:
 def recipe_of(kind: str) -> type:
     """The recipes are files of a folder that is not a package."""
     name = "full_dpo_distributed" if kind == "dpo" else "full_finetune_single_device"
-    there = importlib.util.spec_from_file_location(name, Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py")
+    there = importlib.util.spec_from_file_location(
+        name, Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(there)
     there.loader.exec_module(module)
     if kind != "dpo":
@@ -132,7 +146,9 @@ def recipe_of(kind: str) -> type:
         setattr(module.training, name, lambda *args, **named: {})
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as folder:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+        )
     return module.FullDPORecipeDistributed
 
 

@@ -2,10 +2,11 @@
 
     python benchmarks/peers.py result.json spec.json      # called by the benchmarks
 
-spec: {"kind": trl_sft, trl_dpo, trl_grpo, trainer, trainer_documents, bare_sft, bare_pretrain or bare_documents; "model": folder; "rows": file;
-"steps": optimizer steps; "batch": rows of a step; "options": arguments of the config, over COMMON}. Where TRL's own
-default differs from COMMON, the benchmark says so. The bare loops have transformers' default attention, which is PyTorch's SDPA;
-with an attention mask it is given that mask, and without one (`mask`: false) is_causal, for which its kernel skips what is hidden.
+spec: {"kind": trl_sft, trl_dpo, trl_grpo, trainer, trainer_documents, bare_sft, bare_pretrain or
+bare_documents; "model": folder; "rows": file; "steps": optimizer steps; "batch": rows of a step; "options":
+arguments of the config, over COMMON}. Where TRL's own default differs from COMMON, the benchmark says so. The
+bare loops have transformers' default attention, which is PyTorch's SDPA; with an attention mask it is given
+that mask, and without one (`mask`: false) is_causal, for which its kernel skips what is hidden.
 """
 
 import importlib
@@ -23,8 +24,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 LEARNING_RATE = 1e-4
-# The same on all sides: float32, AdamW without weight decay, a constant learning rate, clipping to 1, a log line a step,
-# no evaluation, no saving. torch's fused AdamW is also transformers' default.
+# The same on all sides: float32, AdamW without weight decay, a constant learning rate, clipping to 1, a log
+# line a step, no evaluation, no saving. torch's fused AdamW is also transformers' default.
 COMMON = {
     "learning_rate": LEARNING_RATE, "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
     "bf16": False, "use_cpu": not torch.cuda.is_available(), "report_to": "none", "logging_steps": 1, "save_strategy": "no",
@@ -54,7 +55,9 @@ def counted(collate: Any, clock: Clock, useful: Any) -> Any:
 
     def inner(rows: list[Any]) -> Any:
         batch = collate(rows)
-        clock.result["batches"].append({"rows": len(rows), "useful": useful(batch), "padded": batch["input_ids"].numel()})
+        clock.result["batches"].append(
+            {"rows": len(rows), "useful": useful(batch), "padded": batch["input_ids"].numel()}
+        )
         return batch
 
     return inner
@@ -73,9 +76,13 @@ def trl_sft(spec: dict, clock: Clock) -> None:
     from trl import SFTConfig, SFTTrainer
 
     options = COMMON | {"assistant_only_loss": True, "max_length": 1024} | spec["options"]
-    config = SFTConfig(spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options)
+    config = SFTConfig(
+        spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options
+    )
     rows = [{"messages": row["messages"]} for row in read_jsonl(spec["rows"])]
-    trainer = SFTTrainer(spec["model"], config, train_dataset=Dataset.from_list(rows), callbacks=[StepClock(clock)])
+    trainer = SFTTrainer(
+        spec["model"], config, train_dataset=Dataset.from_list(rows), callbacks=[StepClock(clock)]
+    )
     trainer.data_collator = counted(trainer.data_collator, clock, useful_tokens)
     trainer.train()
 
@@ -85,7 +92,9 @@ def trl_dpo(spec: dict, clock: Clock) -> None:
     from trl import DPOConfig, DPOTrainer
 
     options = COMMON | {"max_length": 1024, "beta": 0.1} | spec["options"]
-    config = DPOConfig(spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options)
+    config = DPOConfig(
+        spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options
+    )
     rows = Dataset.from_list(read_jsonl(spec["rows"])[: spec["steps"] * spec["batch"]])
     trainer = DPOTrainer(spec["model"], args=config, train_dataset=rows, callbacks=[StepClock(clock)])
     trainer.data_collator = counted(trainer.data_collator, clock, useful_tokens)
@@ -96,11 +105,20 @@ def trl_grpo(spec: dict, clock: Clock) -> None:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    functions = (name.split(":") for name in spec["options"].pop("reward_funcs", ["rewards:right_and_in_form"]))
-    options = COMMON | {"learning_rate": 1e-6, "num_generations": 8, "max_completion_length": 56, "shuffle_dataset": False}
+    functions = (
+        name.split(":") for name in spec["options"].pop("reward_funcs", ["rewards:right_and_in_form"])
+    )
+    options = COMMON | {
+        "learning_rate": 1e-6,
+        "num_generations": 8,
+        "max_completion_length": 56,
+        "shuffle_dataset": False,
+    }
     options.pop("train_sampling_strategy")
     options |= spec["options"]
-    config = GRPOConfig(spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options)
+    config = GRPOConfig(
+        spec["work"], max_steps=spec["steps"], per_device_train_batch_size=spec["batch"], **options
+    )
     trainer = GRPOTrainer(
         spec["model"],
         [getattr(importlib.import_module(module), name) for module, name in functions],
@@ -142,11 +160,16 @@ def padded_documents(documents: list[dict]) -> dict[str, torch.Tensor]:
         return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=filler)
 
     ids = [torch.tensor(document["input_ids"]) for document in documents]
-    return {"input_ids": pad(ids, 0), "attention_mask": pad([torch.ones_like(i) for i in ids], 0), "labels": pad(ids, -100)}
+    return {
+        "input_ids": pad(ids, 0),
+        "attention_mask": pad([torch.ones_like(i) for i in ids], 0),
+        "labels": pad(ids, -100),
+    }
 
 
 def trainer_documents(spec: dict, clock: Clock) -> None:
-    """Whole documents: of each step those that we have in it, padded or end to end (flattened); or, grouped by length, its own."""
+    """Whole documents: of each step those that we have in it, padded or end to end (flattened); or, grouped
+    by length, its own."""
     options = COMMON | spec["options"]
     steps = [[{"input_ids": ids} for ids in step] for step in json.loads(Path(spec["rows"]).read_text())]
     collate, rows, batch = padded_documents, [{"input_ids": step} for step in steps], 1
@@ -162,7 +185,9 @@ def trainer_documents(spec: dict, clock: Clock) -> None:
         spec["work"], max_steps=spec["steps"], per_device_train_batch_size=batch, **options
     )
     collate = counted(collate, clock, useful_tokens)
-    transformers.Trainer(model, config, train_dataset=rows, data_collator=collate, callbacks=[StepClock(clock)]).train()
+    transformers.Trainer(
+        model, config, train_dataset=rows, data_collator=collate, callbacks=[StepClock(clock)]
+    ).train()
 
 
 def bare_documents(spec: dict, clock: Clock) -> None:
@@ -201,17 +226,24 @@ def bare_pretrain(spec: dict, clock: Clock) -> None:
 def bare_sft(spec: dict, clock: Clock) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(spec["model"])
     found = [
-        tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        tokenizer.apply_chat_template(
+            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         for row in read_jsonl(spec["rows"])[: spec["steps"] * spec["batch"]]
     ]
 
     def padded(values: list[list[int]], filler: int) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.tensor(v) for v in values], batch_first=True, padding_value=filler)
+        return torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(v) for v in values], batch_first=True, padding_value=filler
+        )
 
     batches = []
     for i in range(0, len(found), spec["batch"]):
         rows = found[i : i + spec["batch"]]
-        labels = [[t if m else -100 for t, m in zip(r["input_ids"], r["assistant_masks"], strict=True)] for r in rows]
+        labels = [
+            [t if m else -100 for t, m in zip(r["input_ids"], r["assistant_masks"], strict=True)]
+            for r in rows
+        ]
         batches.append({
             "input_ids": padded([r["input_ids"] for r in rows], tokenizer.pad_token_id),
             "attention_mask": padded([[1] * len(r["input_ids"]) for r in rows], 0),

@@ -1,11 +1,12 @@
-"""Models and rows of the benchmarks, made from seeds: the same for every side, nothing from outside the repository.
+"""Models and rows of the benchmarks, made from seeds: the same for every side, nothing from outside the
+repository.
 
     python benchmarks/prepare.py     # called by the benchmarks where outputs/benchmarks/inputs is not there yet
 
-Chats, pairs and pages have log-normal lengths of 20 to 1,000 tokens (μ 5, σ 0.8: half of them below 148), of the words of
-data/pretrain. `*.ordered.jsonl` holds the rows in the order in which our run takes them, for the peers, which read
-sequentially; `*.lengths.json` the tokens of each, counted here with the tokenizer alone; `*.tokens.json` the tokens and labels of
-each, for peers that cannot take the chat template.
+Chats, pairs and pages have log-normal lengths of 20 to 1,000 tokens (μ 5, σ 0.8: half of them below 148), of
+the words of data/pretrain. `*.ordered.jsonl` holds the rows in the order in which our run takes them, for the
+peers, which read sequentially; `*.lengths.json` the tokens of each, counted here with the tokenizer alone;
+`*.tokens.json` the tokens and labels of each, for peers that cannot take the chat template.
 """
 
 import hashlib
@@ -32,13 +33,16 @@ import train_pretrain  # noqa: E402
 
 V, SHORTEST, LONGEST = 4096, 20, 1000
 SIZES = {
-    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 352},  # 1.3M
-    "20m": {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1280},  # 20.2M
+    # 1.3M
+    "tiny": {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 352},
+    # 20.2M
+    "20m": {"hidden_size": 512, "num_hidden_layers": 6, "num_attention_heads": 8, "intermediate_size": 1280},
 }
 CHATS, PAIRS = 192, 240
 TEXT_ROWS = {512: 80, 128: 240}  # of so many tokens: how many
 PAGES, PACK, PACKS = 240, 1024, 2  # documents that stay whole; tokens of a pack, packs of a step
-# A turn ends on <|im_end|> and nothing after it, so that a preference pair means the same tokens to every side.
+# A turn ends on <|im_end|> and nothing after it, so that a preference pair means the same tokens to every
+# side.
 TEMPLATE = """\
 {%- for message in messages -%}
 {{ ('' if loop.first else '\n') + '<|im_start|>' + message['role'] + '\n' }}
@@ -89,15 +93,22 @@ def pair(words: Words) -> dict[str, Any]:
     total, share = words.length(), words.rng.uniform(0.2, 0.6)
     room = max(4.0, total - 12)
     answers = [
-        min(max(room * (1 - share) * words.rng.lognormvariate(0, 0.4), 2.0), LONGEST - room * share) for _ in range(2)
+        min(max(room * (1 - share) * words.rng.lognormvariate(0, 0.4), 2.0), LONGEST - room * share)
+        for _ in range(2)
     ]
     sides = [[{"role": "assistant", "content": words.text(answer)}] for answer in answers]
-    return {"prompt": [{"role": "user", "content": words.text(room * share)}], "chosen": sides[0], "rejected": sides[1]}
+    return {
+        "prompt": [{"role": "user", "content": words.text(room * share)}],
+        "chosen": sides[0],
+        "rejected": sides[1],
+    }
 
 
 def write_rows(folder: Path, name: str, rows: list[dict], order: Order, lengths: list[Any] | None) -> None:
     def dump(path: Path, these: list[dict]) -> None:
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in these), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in these), encoding="utf-8"
+        )
 
     in_order = [order[position] for position in range(len(rows))]
     dump(folder / f"{name}.jsonl", rows)
@@ -128,7 +139,9 @@ def main(folder: Path) -> None:
 
     def labelled(messages: list[dict]) -> dict[str, list[int]]:
         """Tokens, and labels: the same where the assistant speaks, else -100."""
-        found = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        found = tokenizer.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         labels = [i if said else -100 for i, said in zip(found.input_ids, found.assistant_masks, strict=True)]
         return {"input_ids": found.input_ids, "labels": labels}
 
@@ -138,20 +151,30 @@ def main(folder: Path) -> None:
     pairs = [pair(words) for _ in range(PAIRS)]
     sizes = [[len(tokens(row["prompt"] + row[side])) for side in ("chosen", "rejected")] for row in pairs]
     write_rows(folder, "pairs", pairs, Order([PAIRS], 0), sizes)
-    given = {name: [json.loads(line) for line in open(folder / f"{name}.ordered.jsonl")] for name in ("chats", "pairs")}
-    (folder / "chats.tokens.json").write_text(json.dumps([labelled(row["messages"]) for row in given["chats"]]))
-    both = [{side: labelled(row["prompt"] + row[side]) for side in ("chosen", "rejected")} for row in given["pairs"]]
+    given = {
+        name: [json.loads(line) for line in open(folder / f"{name}.ordered.jsonl")]
+        for name in ("chats", "pairs")
+    }
+    (folder / "chats.tokens.json").write_text(
+        json.dumps([labelled(row["messages"]) for row in given["chats"]])
+    )
+    both = [
+        {side: labelled(row["prompt"] + row[side]) for side in ("chosen", "rejected")}
+        for row in given["pairs"]
+    ]
     (folder / "pairs.tokens.json").write_text(json.dumps(both))
     grpo = [json.loads(line) for line in open("data/grpo/train.jsonl", encoding="utf-8")]
     write_rows(folder, "prompts", grpo, Order([len(grpo)], 0), None)
 
     # Text: documents, and the rows that our run cuts from their stream, as token ids for the peers.
     documents = [{"text": words.text(words.rng.uniform(50, 1500))} for _ in range(200)]
-    sizes_of = [len(tokenizer(row["text"], add_special_tokens=False).input_ids) + 1 for row in documents]  # 1: end of text
+    # 1: end of text
+    sizes_of = [len(tokenizer(row["text"], add_special_tokens=False).input_ids) + 1 for row in documents]
     last = next(  # a last document that makes all rows full
         text
         for text in (" ".join(["1"] * n) for n in range(1, 2000))
-        if (sum(sizes_of) + len(tokenizer(text, add_special_tokens=False).input_ids) + 1) % max(TEXT_ROWS) == 0
+        if (sum(sizes_of) + len(tokenizer(text, add_special_tokens=False).input_ids) + 1) % max(TEXT_ROWS)
+        == 0
     )
     documents.append({"text": last})
     write_rows(folder, "text", documents, Order([len(documents)], 0), None)
@@ -160,7 +183,9 @@ def main(folder: Path) -> None:
 
     def documents_in_order(name: str) -> Shuffled:
         args = train_pretrain.Args(
-            dataset_name=[str(folder / f"{name}.jsonl")], dataset_cache_dir=str(folder.parent / "cache"), dataset_num_proc=1
+            dataset_name=[str(folder / f"{name}.jsonl")],
+            dataset_cache_dir=str(folder.parent / "cache"),
+            dataset_num_proc=1,
         )
         train, _ = load_data(args, accelerate.Accelerator(cpu=True), train_pretrain.encode, tokenizer)
         return train

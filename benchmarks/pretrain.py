@@ -2,14 +2,15 @@
 
     python benchmarks/pretrain.py [--rounds 3] [--only tiny 20m rows short rows20m bf16]
 
-All sides: the same model and weights, the same text in the same order, float32, AdamW, one log line a step. First whole
-documents of uneven length, about 9 in a step: ours packs them; Trainer pads, or groups by length in its own order, or
-flattens (end to end, with a mask). Then full rows, cut from one stream, 8 of 512 tokens a step, or of 128 as in the demo:
-no padding on any side, so what is left is the same arithmetic, and what surrounds it. Where the CPU has units for bfloat16,
-the same at 20M under autocast, also beside Trainer's default, which is float32.
+All sides: the same model and weights, the same text in the same order, float32, AdamW, one log line a step.
+First whole documents of uneven length, about 9 in a step: ours packs them; Trainer pads, or groups by length
+in its own order, or flattens (end to end, with a mask). Then full rows, cut from one stream, 8 of 512 tokens
+a step, or of 128 as in the demo: no padding on any side, so what is left is the same arithmetic, and what
+surrounds it. Where the CPU has units for bfloat16, the same at 20M under autocast, also beside Trainer's
+default, which is float32.
 
-Trainer's padded batches hold the documents of our packs, long with short ones; what share of them is useful stands in the
-table (the chats' random batches of sft.py have 44 %).
+Trainer's padded batches hold the documents of our packs, long with short ones; what share of them is useful
+stands in the table (the chats' random batches of sft.py have 44 %).
 """
 
 import json
@@ -81,13 +82,17 @@ def main() -> None:
     args = arguments(__doc__)
     tables = []
     if wanted(args.only, "tiny"):
-        tables.append(documents("tiny", "pretrain, 1.3M parameters, documents", args.rounds, steps=20, slow=10))
+        tables.append(
+            documents("tiny", "pretrain, 1.3M parameters, documents", args.rounds, steps=20, slow=10)
+        )
     if wanted(args.only, "20m"):
         tables.append(documents("20m", "pretrain, 20M parameters, documents", args.rounds, steps=6, slow=6))
     if wanted(args.only, "rows"):
         tables.append(rows("tiny", "pretrain, 1.3M parameters, full rows of 512", args.rounds, steps=10))
     if wanted(args.only, "short"):
-        tables.append(rows("tiny", "pretrain, 1.3M parameters, full rows of 128", args.rounds, steps=30, length=128))
+        tables.append(
+            rows("tiny", "pretrain, 1.3M parameters, full rows of 128", args.rounds, steps=30, length=128)
+        )
     if wanted(args.only, "rows20m"):
         tables.append(rows("20m", "pretrain, 20M parameters, full rows of 512", args.rounds, steps=5))
     cpu = Path("/proc/cpuinfo")

@@ -1,14 +1,16 @@
-"""Tasks of reasoning-gym, from text to GRPO with its own scorers, ours beside TRL: a table and a picture for docs/rollouts.md.
+"""Tasks of reasoning-gym, from text to GRPO with its own scorers, ours beside TRL: a table and a picture for
+docs/rollouts.md.
 
     pip install reasoning-gym trl==1.16.0
     python benchmarks/reasoning.py [--rounds 3] [--only spell]
 
-A new model of 0.4M parameters reads questions and answers as plain text (pretraining), learns to answer in chats (SFT), and then,
-once for each seed, from the task's scores alone (GRPO): by train_grpo.py and by TRL's GRPOTrainer, from the same model, with
-the same rows, rewards and settings; both sides draw their own order and samples. TRL is faster without its gradient
-checkpointing, so it runs without. Seconds are those of CPU time from the first step on, on one thread. Each SAVED steps the
-model is saved, and afterwards answers 200 held-out questions greedily, by transformers' generate(): `score`, with
-reasoning-gym's points for a part of the answer, and `solved`, without. Writes results/reasoning.json and docs/reasoning.png.
+A new model of 0.4M parameters reads questions and answers as plain text (pretraining), learns to answer in
+chats (SFT), and then, once for each seed, from the task's scores alone (GRPO): by train_grpo.py and by TRL's
+GRPOTrainer, from the same model, with the same rows, rewards and settings; both sides draw their own order
+and samples. TRL is faster without its gradient checkpointing, so it runs without. Seconds are those of CPU
+time from the first step on, on one thread. Each SAVED steps the model is saved, and afterwards answers 200
+held-out questions greedily, by transformers' generate(): `score`, with reasoning-gym's points for a part of
+the answer, and `solved`, without. Writes results/reasoning.json and docs/reasoning.png.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,19 @@ import statistics
 import sys
 from typing import Any
 
-from compare import RESULTS, ROOT, WORK, Result, arguments, machine, our_words, ours, peer, run_process, wanted
+from compare import (
+    RESULTS,
+    ROOT,
+    WORK,
+    Result,
+    arguments,
+    machine,
+    our_words,
+    ours,
+    peer,
+    run_process,
+    wanted,
+)
 from curves import draw
 
 FOLDER = WORK / "reasoning"
@@ -65,11 +79,27 @@ def start(tasks: list[str]) -> None:
 
 def sides_of(task: str, seed: int) -> dict[str, Callable[[], Result]]:
     """Each leaves its models in FOLDER/side/checkpoint-<step>."""
-    rows, words = FOLDER / task / "train.jsonl", [word for name, value in GRPO.items() for word in (f"--{name}", value)]
-    words += ["--reward_funcs", *(f"tools/reasoning_tasks.py:{name}" for name in REWARDS), "--save_total_limit", 0]
+    rows, words = (
+        FOLDER / task / "train.jsonl",
+        [word for name, value in GRPO.items() for word in (f"--{name}", value)],
+    )
+    words += [
+        "--reward_funcs",
+        *(f"tools/reasoning_tasks.py:{name}" for name in REWARDS),
+        "--save_total_limit",
+        0,
+    ]
     words += ["--model_name_or_path", FOLDER / "sft", "--dataset_name", rows, "--output_dir", FOLDER / "ours"]
     words += ["--per_device_train_batch_size", COMPLETIONS, "--max_steps", STEPS, "--seed", seed]
-    trl = peer("trl_grpo", FOLDER / "sft", rows, STEPS, COMPLETIONS, work=FOLDER / "TRL", **GRPO | TRL | {"seed": seed})
+    trl = peer(
+        "trl_grpo",
+        FOLDER / "sft",
+        rows,
+        STEPS,
+        COMPLETIONS,
+        work=FOLDER / "TRL",
+        **GRPO | TRL | {"seed": seed},
+    )
     return {"ours": ours("train_grpo.py", *words), "TRL": trl}
 
 
@@ -86,7 +116,9 @@ def answered(model_folder: Path, task: str) -> dict[str, float]:
     encoded = tokenizer.apply_chat_template(
         prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
     )
-    out = model.generate(**encoded, do_sample=False, max_new_tokens=NEW_TOKENS)[:, encoded["input_ids"].shape[1] :]
+    out = model.generate(**encoded, do_sample=False, max_new_tokens=NEW_TOKENS)[
+        :, encoded["input_ids"].shape[1] :
+    ]
     completions = [[{"content": text}] for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
     return {f.__name__: statistics.mean(f(prompts, completions, names, index)) for f in (score, solved)}
 
@@ -95,8 +127,13 @@ def run(task: str, seed: int, side: str, grpo: Callable[[], Result]) -> dict[str
     """The curve of a side: of each saved step the CPU seconds up to it, `score` and `solved`."""
     shutil.rmtree(FOLDER / side, ignore_errors=True)
     cpu = grpo()["cpu"]
-    folders = {0: FOLDER / "sft"} | {step: FOLDER / side / f"checkpoint-{step}" for step in range(SAVED, STEPS + 1, SAVED)}
-    curve = {step: {"seconds": round(cpu[step] - cpu[0], 1)} | answered(folder, task) for step, folder in folders.items()}
+    folders = {0: FOLDER / "sft"} | {
+        step: FOLDER / side / f"checkpoint-{step}" for step in range(SAVED, STEPS + 1, SAVED)
+    }
+    curve = {
+        step: {"seconds": round(cpu[step] - cpu[0], 1)} | answered(folder, task)
+        for step, folder in folders.items()
+    }
     print(f"{task}, {side}, seed {seed}: {curve[STEPS]}", file=sys.stderr, flush=True)
     return {"task": TASKS[task][0], "side": side, "seed": seed, "curve": curve}
 
@@ -104,11 +141,18 @@ def run(task: str, seed: int, side: str, grpo: Callable[[], Result]) -> dict[str
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown: after how many steps of GRPO what is right, and the CPU seconds of all."""
     steps = list(runs[0]["curve"])
-    lines = ["| held out, step | " + " | ".join(map(str, steps)) + " | CPU s |", "|---" * (len(steps) + 2) + "|"]
+    lines = [
+        "| held out, step | " + " | ".join(map(str, steps)) + " | CPU s |",
+        "|---" * (len(steps) + 2) + "|",
+    ]
     for entry in runs:
         values = list(entry["curve"].values())
-        cells = [f"{value['score']:.2f}, {value['solved']:.2f}" for value in values] + [f"{values[-1]['seconds']:.0f}"]
-        lines.append(f"| {entry['task']}, {entry['side']}, seed {entry['seed']} | " + " | ".join(cells) + " |")
+        cells = [f"{value['score']:.2f}, {value['solved']:.2f}" for value in values] + [
+            f"{values[-1]['seconds']:.0f}"
+        ]
+        lines.append(
+            f"| {entry['task']}, {entry['side']}, seed {entry['seed']} | " + " | ".join(cells) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -132,7 +176,9 @@ def main() -> None:
     for task in (task for task in TASKS if wanted(args.only, task)):
         for seed in range(args.rounds):
             runs += [run(task, seed, side, grpo) for side, grpo in sides_of(task, seed).items()]
-            (RESULTS / "reasoning.json").write_text(json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n")
+            (RESULTS / "reasoning.json").write_text(
+                json.dumps({"machine": machine(), "runs": runs}, indent=1) + "\n"
+            )
     picture(runs)
     print(table(runs))
 

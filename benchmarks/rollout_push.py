@@ -1,9 +1,10 @@
-"""What it costs to give servers the weights (--rollout_server): for models of several sizes, by a folder on this disk.
+"""What it costs to give servers the weights (--rollout_server): for models of several sizes, by a folder on
+this disk.
 
     python benchmarks/rollout_push.py    # on the CPU, with the fake server of the tests
 
-Each push is written, loaded, proved. The fake server loads as PyTorch does, and not as vLLM does: what it takes is a lower
-bound. Medians of 5 pushes after one that does not count.
+Each push is written, loaded, proved. The fake server loads as PyTorch does, and not as vLLM does: what it
+takes is a lower bound. Medians of 5 pushes after one that does not count.
 """
 
 import os
@@ -61,7 +62,11 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     for hidden, layers in SIZES:
         sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
-        sizes |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "vocab_size": 8192}
+        sizes |= {
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 64,
+            "vocab_size": 8192,
+        }
         for lora in (False, True):
             ours, theirs = (LlamaConfig(**sizes, max_position_embeddings=512) for _ in range(2))
             model = create_model(ours, dtype="float32", seed=0)

@@ -1,7 +1,8 @@
 """All benchmarks, one after the other, and the tables of docs/benchmarks.md made of their results.
 
-python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle
-python benchmarks/run_all.py --report         # measures nothing; prints all tables, with spread, machine and versions
+python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle python
+benchmarks/run_all.py --report         # measures nothing; prints all tables, with spread, machine and
+versions
 
 others.py, which needs interpreters of other environments, is run by itself.
 """
@@ -14,9 +15,11 @@ from typing import Any
 
 from compare import HERE, RESULTS, ROOT, markdown
 
-END = "<!-- end -->"  # of a table in docs/benchmarks.md, which starts with a line that names it: tables_of_the_page
+# of a table in docs/benchmarks.md, which starts with a line that names it: tables_of_the_page
+END = "<!-- end -->"
 STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup", "limits")
-# What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to reach it.
+# What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to
+# reach it.
 FLOORS = (
     ("sft", "SFT, 1.3M parameters", "TRL defaults", "speedup", ">=", 6.0, "SFT, 1.3M, useful tokens/s, TRL defaults"),
     ("sft", "SFT, 1.3M parameters", "best", "speedup", ">=", 2.5, "SFT, 1.3M, TRL's best"),
@@ -57,7 +60,10 @@ def floors() -> list[str]:
     lines = ["| figure, ours beside | aim | wall time | CPU time | |", "|---|---|---|---|---|"]
     for name, title, side, figure, direction, floor, words in FLOORS:
         tables = tables_of(name)
-        table = next((t for t in tables if t["title"] == title or (name == "head" and t["title"].startswith(title))), None)
+        table = next(
+            (t for t in tables if t["title"] == title or (name == "head" and t["title"].startswith(title))),
+            None,
+        )
         if table is None:
             continue
         entry = table["sides"][table["best"] if side == "best" else side]
@@ -79,8 +85,11 @@ def tables_of(name: str) -> list[dict[str, Any]]:
 
 
 def others() -> list[str]:
-    """How much faster ours is than each side of other peers, and its share of their memory: a column a table."""
-    tables = [table for table in tables_of("others") if "speedup" in next(iter(list(table["sides"].values())[1:]))]
+    """How much faster ours is than each side of other peers, and its share of their memory: a column a
+    table."""
+    tables = [
+        table for table in tables_of("others") if "speedup" in next(iter(list(table["sides"].values())[1:]))
+    ]
     sides = dict.fromkeys(side for table in tables for side in table["sides"] if side != "ours")
     titles = [table["title"].removesuffix(", other peers") for table in tables]
     lines = ["| " + " | ".join(["ours beside", *titles]) + " |", "|---" * (len(titles) + 1) + "|"]
@@ -88,32 +97,50 @@ def others() -> list[str]:
         cells = []
         for table in tables:
             entry = table["sides"].get(side)
-            cells.append(f"{entry['speedup_cpu']['median']:.2f}×, memory {entry['memory']['median']:.2f}×" if entry else "")
+            cells.append(
+                f"{entry['speedup_cpu']['median']:.2f}×, memory {entry['memory']['median']:.2f}×"
+                if entry
+                else ""
+            )
         lines.append("| " + " | ".join([side, *cells]) + " |")
     return lines
 
 
 def shakespeare() -> list[str]:
     """The recipe for a CPU, as far as it was measured: a column a side."""
-    found = {table["title"].rpartition(": ")[2]: table for table in tables_of("shakespeare") if ", cpu:" in table["title"]}
+    found = {
+        table["title"].rpartition(": ")[2]: table
+        for table in tables_of("shakespeare")
+        if ", cpu:" in table["title"]
+    }
     if "loss" not in found:
         return []
     losses = found["loss"]["val_loss"]
     rows = ["| | " + " | ".join(losses) + " |", "|---" * (len(losses) + 1) + "|"]
     for seed, values in enumerate(zip(*losses.values(), strict=True)):
-        rows.append(f"| validation loss, seed {seed} | " + " | ".join(f"{value:.3f}" for value in values) + " |")
-    sides = found["speed"]["sides"] if "speed" in found else {}
-    for words, figure in (("tokens per CPU second", "cpu_rate"), ("peak memory, MiB", "peak_mib")) if sides else ():
         rows.append(
-            f"| {words} | " + " | ".join(f"{sides[n][figure]['median']:,.0f}" if n in sides else "" for n in losses) + " |"
+            f"| validation loss, seed {seed} | " + " | ".join(f"{value:.3f}" for value in values) + " |"
+        )
+    sides = found["speed"]["sides"] if "speed" in found else {}
+    for words, figure in (
+        (("tokens per CPU second", "cpu_rate"), ("peak memory, MiB", "peak_mib")) if sides else ()
+    ):
+        rows.append(
+            f"| {words} | "
+            + " | ".join(f"{sides[n][figure]['median']:,.0f}" if n in sides else "" for n in losses)
+            + " |"
         )
     return rows
 
 
 def limits() -> list[str]:
-    """Of limits.py: run, shares of matrix products and attention, and how much faster it would be without the rest."""
+    """Of limits.py: run, shares of matrix products and attention, and how much faster it would be without the
+    rest."""
     rows = [
-        line.split("|") for table in tables_of("limits") for line in table["markdown"].splitlines() if line.startswith("|")
+        line.split("|")
+        for table in tables_of("limits")
+        for line in table["markdown"].splitlines()
+        if line.startswith("|")
     ]
     return ["|".join(["", *(row[column] for column in (1, 3, 4, 8)), ""]) for row in rows]
 
@@ -128,9 +155,10 @@ def measured_on(table: dict[str, Any]) -> str:
 
 
 def show() -> None:
-    """Print all tables. A ratio is the median over rounds of neighbours in time, with the lowest and the highest; `by CPU
-    time` is the same by the CPU seconds of the two processes, which a busy machine disturbs less. Peak memory is the resident
-    memory of the whole process up to its last step; `losses`: the largest difference from ours in the first steps.
+    """Print all tables. A ratio is the median over rounds of neighbours in time, with the lowest and the
+    highest; `by CPU time` is the same by the CPU seconds of the two processes, which a busy machine disturbs
+    less. Peak memory is the resident memory of the whole process up to its last step; `losses`: the largest
+    difference from ours in the first steps.
     """
     for name in (*STAGES, "others"):
         for table in tables_of(name):
@@ -152,14 +180,18 @@ def tables_of_the_page() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stages", nargs="+", default=list(STAGES), choices=STAGES)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     args = parser.parse_args()
     failed = []
     for stage in [] if args.report else args.stages:
-        if subprocess.run([sys.executable, str(HERE / f"{stage}.py"), "--rounds", str(args.rounds)], cwd=ROOT).returncode:
+        if subprocess.run(
+            [sys.executable, str(HERE / f"{stage}.py"), "--rounds", str(args.rounds)], cwd=ROOT
+        ).returncode:
             failed.append(stage)
         report()
     report()

@@ -1,12 +1,13 @@
-"""The order and the balance of windows over 8, 64 and 1,024 processes, on one CPU; and the bytes that a window sends.
+"""The order and the balance of windows over 8, 64 and 1,024 processes, on one CPU; and the bytes that a
+window sends.
 
     python benchmarks/scale.py  # 1 and 10 million chats, about five minutes, 2 GiB; writes scale.json
     python benchmarks/scale.py --traffic  # the table of what windows send
     python benchmarks/scale.py --quick  # 100,000 chats, half a minute, writes nothing
 
-The planning is the project's own (`Order`, `pack`, `Windows`); a stub stands for Accelerate, which says which process of how
-many this is. Lengths are log-normal (median 245 tokens, at most 4,096), the tokens a sparse file, mapped as the cache maps
-its own. Nothing is trained and nothing is sent: `traffic` is arithmetic.
+The planning is the project's own (`Order`, `pack`, `Windows`); a stub stands for Accelerate, which says which
+process of how many this is. Lengths are log-normal (median 245 tokens, at most 4,096), the tokens a sparse
+file, mapped as the cache maps its own. Nothing is trained and nothing is sent: `traffic` is arithmetic.
 """
 
 import argparse
@@ -49,7 +50,7 @@ MODELS = {"8B": 8e9, "70B": 70e9}
 KINDS = ("ddp", "fsdp2", "fsdp2 without reshard", "hsdp")
 
 
-# --- what a window sends ----------------------------------------------------------------------------------------------
+# --- what a window sends ------------------------------------------------------------------------------------
 
 
 def traffic(
@@ -61,15 +62,17 @@ def traffic(
     weight_bytes: int = 2,
     gradient_bytes: int = 4,
 ) -> dict[str, float]:
-    """Bytes of one window: `gpu`: sent by each GPU, and as many received; `machine`: sent by each machine to others.
+    """Bytes of one window: `gpu`: sent by each GPU, and as many received; `machine`: sent by each machine to
+    others.
 
-    parameters: all of them are trained. gpus: in machines of `machine` GPUs each. kind: one of KINDS; with hsdp, weights are
-    shared out inside each machine. weight_bytes: in which FSDP gathers (2: bf16); gradient_bytes: in which they are summed.
+    parameters: all of them are trained. gpus: in machines of `machine` GPUs each. kind: one of KINDS; with
+    hsdp, weights are shared out inside each machine. weight_bytes: in which FSDP gathers (2: bf16);
+    gradient_bytes: in which they are summed.
 
-    By rings (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations"; that NCCL's
-    figures are computed so: nccl-tests, doc/PERFORMANCE.md): over n GPUs an all-gather or a reduce-scatter of M bytes sends
-    (n-1)/n M from each of them, an all-reduce twice as much. A ring enters and leaves each machine once, so what one GPU
-    sends to the next is what a machine sends to the next.
+    By rings (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations";
+    that NCCL's figures are computed so: nccl-tests, doc/PERFORMANCE.md): over n GPUs an all-gather or a
+    reduce-scatter of M bytes sends (n-1)/n M from each of them, an all-reduce twice as much. A ring enters
+    and leaves each machine once, so what one GPU sends to the next is what a machine sends to the next.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r}: one of {', '.join(KINDS)}")
@@ -77,9 +80,11 @@ def traffic(
     shards = min(gpus, machine) if kind == "hsdp" else gpus
     replicas = gpus // shards
     alone, between = (shards - 1) / shards, (replicas - 1) / replicas
-    if kind == "ddp":  # gradients once a window: Accelerate's `accumulate` does not synchronise before the last micro-batch
+    # gradients once a window: Accelerate's `accumulate` does not synchronise before the last micro-batch
+    if kind == "ddp":
         sent = 2 * alone * gradients
-    else:  # every micro-batch gathers its weights: forward, and again backward where they were given up in between
+    # every micro-batch gathers its weights: forward, and again backward where they were given up in between
+    else:
         gathers = micro_batches * (1 if kind == "fsdp2 without reshard" else 2)
         sent = alone * (gathers * weights + gradients)
     summed = 2 * between * gradients / shards  # each shard over the machines
@@ -98,17 +103,23 @@ def traffic_table() -> str:
         for gpus in PROCESSES:
             figures = [traffic(parameters, gpus, kind)["gpu"] for kind in KINDS]
             figures += [traffic(parameters, gpus, kind, 8)["machine"] for kind in ("ddp", "fsdp2", "hsdp")]
-            lines.append(f"| {name} | {gpus:,} | {' | '.join(f'{figure / 1e9:,.1f}' for figure in figures)} |")
+            lines.append(
+                f"| {name} | {gpus:,} | {' | '.join(f'{figure / 1e9:,.1f}' for figure in figures)} |"
+            )
     return "\n".join(lines)
 
 
-# --- windows over many processes -----------------------------------------------------------------------------------------
+# --- windows over many processes ----------------------------------------------------------------------------
 
 
 def process(rank: int, world: int) -> Any:
     """What `Windows` asks of an Accelerator."""
     return SimpleNamespace(
-        process_index=rank, num_processes=world, gradient_accumulation_steps=1, device=torch.device("cpu"), step=0
+        process_index=rank,
+        num_processes=world,
+        gradient_accumulation_steps=1,
+        device=torch.device("cpu"),
+        step=0,
     )
 
 
@@ -149,7 +160,12 @@ def measure(count: int, mode: str, worlds: tuple[int, ...] = PROCESSES) -> dict[
         train = Shuffled(data, Order(data.counts, seed=0))
         start = time.perf_counter()
         train.order.epoch(0)
-        result: dict[str, Any] = {"chats": count, "mode": mode, "tokens": int(data.lengths.sum()), "pack_s": packing}
+        result: dict[str, Any] = {
+            "chats": count,
+            "mode": mode,
+            "tokens": int(data.lengths.sum()),
+            "pack_s": packing,
+        }
         result |= {
             "order_s": time.perf_counter() - start,
             "mib": resident() - before,
@@ -193,7 +209,8 @@ def over(world: int, train: Shuffled, how: dict[str, Any], squares: np.ndarray) 
         result[f"{name}_max_over_mean"] = {"median": statistics.median(ratios), "worst": max(ratios)}
     result["tokens_per_window"] = round(full / len(found["tokens"]))
 
-    # What the processes themselves take from a window, in the middle of the epoch, is all that is dealt out in it.
+    # What the processes themselves take from a window, in the middle of the epoch, is all that is dealt out
+    # in it.
     step = steps // 2
     parts = windows.dealt(step)
     for rank in range(world) if world <= 64 else (0, 1, world // 2, world - 1):
@@ -212,17 +229,26 @@ def over(world: int, train: Shuffled, how: dict[str, Any], squares: np.ndarray) 
 
 
 def rollout(world: int, each: int = 8, tokens: int = 1000) -> dict[str, float]:
-    """GRPO gives every process the completions of all, pickled: their MB, and the seconds in which one reads them."""
+    """GRPO gives every process the completions of all, pickled: their MB, and the seconds in which one reads
+    them."""
     rng = np.random.default_rng(0)
     text = "word " * (tokens * 4 // 5)
     one = [
-        (Sampled(rng.integers(0, 150_000, tokens).tolist(), rng.normal(-1, 1, tokens).tolist(), True), text + str(i), [0.0])
+        (
+            Sampled(rng.integers(0, 150_000, tokens).tolist(), rng.normal(-1, 1, tokens).tolist(), True),
+            text + str(i),
+            [0.0],
+        )
         for i in range(each)
     ]
     pickled = pickle.dumps(one)
     start = time.perf_counter()
     everyones = [completion for _ in range(world) for completion in pickle.loads(pickled)]
-    return {"completions": len(everyones), "MB": world * len(pickled) / 1e6, "seconds": time.perf_counter() - start}
+    return {
+        "completions": len(everyones),
+        "MB": world * len(pickled) / 1e6,
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def markdown(results: list[dict[str, Any]], rollouts: list[dict[str, float]], about: dict[str, Any]) -> str:
@@ -269,14 +295,20 @@ def markdown(results: list[dict[str, Any]], rollouts: list[dict[str, float]], ab
         "|---|---|---|---|",
     ]
     for world, found in zip(PROCESSES, rollouts, strict=True):
-        lines.append(f"| {world:,} | {found['completions']:,} | {found['MB']:.1f} MB | {found['seconds']:.2f} s |")
+        lines.append(
+            f"| {world:,} | {found['completions']:,} | {found['MB']:.1f} MB | {found['seconds']:.2f} s |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="few chats, and nothing is written")
-    parser.add_argument("--one", nargs=2, metavar=("CHATS", "MODE"), help="one measurement, as JSON: a process of its own")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("CHATS", "MODE"), help="one measurement, as JSON: a process of its own"
+    )
     parser.add_argument("--traffic", action="store_true", help="only the table of what windows send")
     parser.add_argument("--show", action="store_true", help="measure nothing: the tables of scale.json")
     args = parser.parse_args()
@@ -298,9 +330,9 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             results.append(json.loads(done.stdout))
             print(f"{count:,} chats, {mode}: done", file=sys.stderr, flush=True)
-    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ": ?").split(
-        ": "
-    )[1]
+    model = next(
+        (line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ": ?"
+    ).split(": ")[1]
     about = {
         "command": " ".join(["python", "benchmarks/scale.py", *sys.argv[1:]]),
         "date": date.today().isoformat(),

@@ -2,9 +2,10 @@
 
     python benchmarks/sft.py [--rounds 3] [--only tiny 20m]
 
-All sides: the same model, chats and order (but where the peer's option is to have its own), batch 8, trained on what the
-assistant says, float32, AdamW, one log line a step. TRL's defaults include gradient checkpointing; they are left as they
-are but for bfloat16. Its other sides are without it, and the fastest of them is its best.
+All sides: the same model, chats and order (but where the peer's option is to have its own), batch 8, trained
+on what the assistant says, float32, AdamW, one log line a step. TRL's defaults include gradient
+checkpointing; they are left as they are but for bfloat16. Its other sides are without it, and the fastest of
+them is its best.
 """
 
 import json

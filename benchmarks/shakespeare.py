@@ -5,12 +5,13 @@
     python benchmarks/shakespeare.py --text input.txt --nanogpt ../nanoGPT --only speed --rounds 5
     python benchmarks/shakespeare.py --text input.txt --recipe gpu --rounds 1       # 10.65M parameters: val 1.4697
 
---text: char-rnn's `data/tinyshakespeare/input.txt`, which is not shipped here. The first nine tenths are trained on, as one
-stream; the loss is that of all of the rest. For it, a round is a seed, of the weights and of the order; for speed and memory, a
-run of each side of 100 steps. Both sides take the same windows in the same order, rows of T characters with T - 1 targets (nanoGPT
-draws its windows at random, and has T targets of T + 1 characters). nanoGPT runs with initial weights of its own and without
-biases, as in its recipe, and from our weights: ours is transformers' GPT-2, with nanoGPT's exact GELU, and with biases. A 66th
-token ends the text. The published figures: nanoGPT's README. The losses are drawn to docs/shakespeare.png.
+--text: char-rnn's `data/tinyshakespeare/input.txt`, which is not shipped here. The first nine tenths are
+trained on, as one stream; the loss is that of all of the rest. For it, a round is a seed, of the weights and
+of the order; for speed and memory, a run of each side of 100 steps. Both sides take the same windows in the
+same order, rows of T characters with T - 1 targets (nanoGPT draws its windows at random, and has T targets of
+T + 1 characters). nanoGPT runs with initial weights of its own and without biases, as in its recipe, and from
+our weights: ours is transformers' GPT-2, with nanoGPT's exact GELU, and with biases. A 66th token ends the
+text. The published figures: nanoGPT's README. The losses are drawn to docs/shakespeare.png.
 """
 
 from collections.abc import Callable
@@ -53,7 +54,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def write_text(path: Path) -> Tokenizer:
-    """FOLDER/train.jsonl and validation.jsonl, one document each, and the tokenizer of the text's characters."""
+    """FOLDER/train.jsonl and validation.jsonl, one document each, and the tokenizer of the text's
+    characters."""
     text = path.read_bytes()
     if hashlib.sha256(text).hexdigest() != SHA256:
         raise SystemExit(f"{path}: not char-rnn's data/tinyshakespeare/input.txt (its SHA-256 is another)")
@@ -71,13 +73,16 @@ def write_text(path: Path) -> Tokenizer:
 def write_model(config: dict[str, Any], tokenizer: Tokenizer) -> None:
     """FOLDER/model: the configuration of a GPT-2, and the tokenizer."""
     rates = {name: config["dropout"] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
-    sizes = {name: config[name] for name in ("n_layer", "n_head", "n_embd")} | {"n_positions": config["block_size"]}
+    sizes = {name: config[name] for name in ("n_layer", "n_head", "n_embd")} | {
+        "n_positions": config["block_size"]
+    }
     transformers.GPT2Config(activation_function="gelu", **sizes, **rates).save_pretrained(FOLDER / "model")
     tokenizer.save_pretrained(FOLDER / "model")
 
 
 def write_windows(recipe: dict[str, Any], seed: int, tokenizer: Tokenizer) -> None:
-    """FOLDER/train.npy and validation.npy: rows (N, T) of token ids in the order in which our run takes them, padded with -1."""
+    """FOLDER/train.npy and validation.npy: rows (N, T) of token ids in the order in which our run takes them,
+    padded with -1."""
     length, needed = recipe["config"]["block_size"], recipe["steps"] * recipe["batch"]
     args = train_pretrain.Args(
         dataset_name=[str(FOLDER / "train.jsonl")], eval_dataset_name=[str(FOLDER / "validation.jsonl")],
@@ -109,7 +114,9 @@ def write_start(recipe: dict[str, Any], seed: int) -> None:
     ours("train_pretrain.py", *our_words(recipe, seed), *still)()
 
 
-def sides_of(recipe: dict[str, Any], nanogpt: str | None, seed: int, vocab_size: int) -> dict[str, Callable[[], Result]]:
+def sides_of(
+    recipe: dict[str, Any], nanogpt: str | None, seed: int, vocab_size: int
+) -> dict[str, Callable[[], Result]]:
     env = {"ACCELERATE_MIXED_PRECISION": "bf16"} if torch.cuda.is_available() else None
     sides = {"ours": ours("train_pretrain.py", *our_words(recipe, seed), env=env)}
     for name, weights in (("nanoGPT", None), (SAME_WEIGHTS, str(FOLDER / "start"))) if nanogpt else ():
@@ -121,7 +128,9 @@ def sides_of(recipe: dict[str, Any], nanogpt: str | None, seed: int, vocab_size:
     return sides
 
 
-def losses(title: str, recipe: dict[str, Any], nanogpt: str | None, seeds: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def losses(
+    title: str, recipe: dict[str, Any], nanogpt: str | None, seeds: int, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """Whole runs, a seed after the other: the validation losses of each, [step, loss], and the lowest."""
     curves: dict[str, list[list[list[float]]]] = {}
     for seed in range(seeds):
@@ -135,10 +144,21 @@ def losses(title: str, recipe: dict[str, Any], nanogpt: str | None, seeds: int, 
             curves.setdefault(name, []).append(curve)
             print(f"seed {seed}, {name}: {lowest(curve):.4f}", file=sys.stderr, flush=True)
     found = {name: [lowest(curve) for curve in of_seeds] for name, of_seeds in curves.items()}
-    rows = ["| validation loss | " + " | ".join(f"seed {seed}" for seed in range(seeds)) + " |", "|---" * (seeds + 1) + "|"]
-    rows += [f"| {name} | " + " | ".join(f"{loss:.4f}" for loss in values) + " |" for name, values in found.items()]
+    rows = [
+        "| validation loss | " + " | ".join(f"seed {seed}" for seed in range(seeds)) + " |",
+        "|---" * (seeds + 1) + "|",
+    ]
+    rows += [
+        f"| {name} | " + " | ".join(f"{loss:.4f}" for loss in values) + " |" for name, values in found.items()
+    ]
     markdown = "\n".join([f"### {title}", "", *rows, "", f"nanoGPT's README: {recipe['published']}.", ""])
-    return {"title": title, "published": recipe["published"], "val_loss": found, "curves": curves, "markdown": markdown}
+    return {
+        "title": title,
+        "published": recipe["published"],
+        "val_loss": found,
+        "curves": curves,
+        "markdown": markdown,
+    }
 
 
 def lowest(curve: list[list[float]]) -> float:
@@ -160,14 +180,23 @@ def main() -> None:
     if wanted(args.only, "loss"):
         tables.append(losses(f"{name}: loss", recipe, args.nanogpt, args.rounds, tokenizer))
         if args.recipe == "cpu":
-            draw("shakespeare", "Shakespeare by characters", "step", "validation loss", tables[0]["curves"], ylim=(1.8, 2.8))
+            draw(
+                "shakespeare",
+                "Shakespeare by characters",
+                "step",
+                "validation loss",
+                tables[0]["curves"],
+                ylim=(1.8, 2.8),
+            )
     if args.nanogpt and wanted(args.only, "speed"):
         short = recipe | {"steps": SPEED_STEPS, "eval_steps": 0}
         write_windows(short, 0, tokenizer)
         tokens = [recipe["batch"] * recipe["config"]["block_size"]] * SPEED_STEPS
         write_start(short, 0)
         sides = sides_of(short, args.nanogpt, 0, len(tokenizer))
-        tables.append(compare(f"{name}: speed", "tokens/s", sides, args.rounds, amounts=lambda side, found: tokens))
+        tables.append(
+            compare(f"{name}: speed", "tokens/s", sides, args.rounds, amounts=lambda side, found: tokens)
+        )
     save("shakespeare", tables, only=[args.recipe])
 
 

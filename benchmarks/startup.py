@@ -1,4 +1,5 @@
-"""From the start of the process to the end of the first step, and how soon a question or a mistake is answered.
+"""From the start of the process to the end of the first step, and how soon a question or a mistake is
+answered.
 
     python benchmarks/startup.py [--rounds 5]
 
@@ -54,9 +55,14 @@ def main() -> None:
         "TRL, first step": (lambda: trl()["to_first_step_s"], "ours, first step"),
         "ours, --help": (lambda: answer(["train_sft.py", "--help"], 0), None),
         "TRL, --help": (lambda: answer([trl_cli, "sft", "--help"], 0), "ours, --help"),
-        "ours, a flag that does not exist": (lambda: answer(["train_sft.py", "--lerning_rate", "1"], 1), None),
+        "ours, a flag that does not exist": (
+            lambda: answer(["train_sft.py", "--lerning_rate", "1"], 1),
+            None,
+        ),
         "TRL, a flag that does not exist": (
-            lambda: answer([trl_cli, "sft", "--model_name_or_path", "x", "--dataset_name", "y", "--lerning_rate", "1"], 1),
+            lambda: answer(
+                [trl_cli, "sft", "--model_name_or_path", "x", "--dataset_name", "y", "--lerning_rate", "1"], 1
+            ),
             "ours, a flag that does not exist",
         ),
     }
@@ -75,7 +81,9 @@ def main() -> None:
         entry = {"seconds": spread(found[name])}
         if beside:
             entry["share"] = ratios(found[beside], found[name])
-        lines.append(f"| {name} | {entry['seconds']['median']:.2f} | {shown(entry['share']) if beside else ''} |")
+        lines.append(
+            f"| {name} | {entry['seconds']['median']:.2f} | {shown(entry['share']) if beside else ''} |"
+        )
         table["sides"][name] = entry
     save("startup", [table | {"markdown": "\n".join(lines) + "\n"}])
 

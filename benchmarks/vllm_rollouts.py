@@ -1,10 +1,11 @@
-"""Rollouts from the own sampler and from a vLLM server, on the same model: `python benchmarks/vllm_rollouts.py MODEL URL`.
+"""Rollouts from the own sampler and from a vLLM server, on the same model: `python
+benchmarks/vllm_rollouts.py MODEL URL`.
 
-The server is started first, on the same folder (CONTRIBUTING.md has the commands for a CPU). Rollouts of both take turns, with
-the same prompts and the same number of tokens (no stop tokens); each time is the median, and the ratio that of the pairs. Then
-pushes: all weights are moved a little, the server gets them and proves it. Where the server is on this machine, the CPU time of
-its processes is counted, and that of this one with it: on a machine that others use, too, only that says something. Adds a line to
-vllm_rollouts.json.
+The server is started first, on the same folder (CONTRIBUTING.md has the commands for a CPU). Rollouts of both
+take turns, with the same prompts and the same number of tokens (no stop tokens); each time is the median, and
+the ratio that of the pairs. Then pushes: all weights are moved a little, the server gets them and proves it.
+Where the server is on this machine, the CPU time of its processes is counted, and that of this one with it:
+on a machine that others use, too, only that says something. Adds a line to vllm_rollouts.json.
 """
 
 import argparse
@@ -71,7 +72,10 @@ def main() -> None:
     how = {"max_new_tokens": args.tokens, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     random = torch.Generator().manual_seed(0)
     vocabulary = model.lm.config.vocab_size
-    prompts = [torch.randint(3, vocabulary, (args.prompt_length,), generator=random).tolist() for _ in range(args.prompts)]
+    prompts = [
+        torch.randint(3, vocabulary, (args.prompt_length,), generator=random).tolist()
+        for _ in range(args.prompts)
+    ]
     prompts = [prompt for prompt in prompts for _ in range(args.generations)]
     times: dict[str, list[float]] = {"own": [], "vllm": [], "push": [], "write": []}
     cpu: dict[str, list[float]] = {"own": [], "vllm": []}

@@ -1,9 +1,10 @@
 """Batches: the flat row that every stage trains on, and the windows of a run.
 
-A *sequence* is a dict with `input_ids` (n,), `loss_mask` (n,), and any other field that a script's `encode` adds: arrays of
-n numbers become per-token fields of the batch, single numbers per-sequence fields. An *example* is a list of sequences that
-stay together: one conversation, the chosen and rejected answers of a pair, a pack. A *micro-batch* is one flat row of
-examples. A *window* is all micro-batches of all processes that make one optimizer step.
+A *sequence* is a dict with `input_ids` (n,), `loss_mask` (n,), and any other field that a script's `encode`
+adds: arrays of n numbers become per-token fields of the batch, single numbers per-sequence fields. An
+*example* is a list of sequences that stay together: one conversation, the chosen and rejected answers of a
+pair, a pack. A *micro-batch* is one flat row of examples. A *window* is all micro-batches of all processes
+that make one optimizer step.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,25 +30,26 @@ LEAST_SHARED = 8  # tokens: sharing a shorter prefix costs about what it saves
 def flat_batch(examples: Listing[Example], device: torch.device, weight: float = 1.0) -> Batch:
     """One flat row of examples, T tokens for S sequences.
 
-    A sequence that begins like the one before it shares those tokens (`shared_start`): the row holds them once, with the
-    first sequence that has them.
+    A sequence that begins like the one before it shares those tokens (`shared_start`): the row holds them
+    once, with the first sequence that has them.
 
-    Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the boundaries of each sequence's own
-    tokens; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64, the positions whose
-    log-probability is needed, and previous (N,) int64, those of the tokens before them; sequence_mask (S,) float32, 1; and
-    every other field of the sequences, per token (T,) or per sequence (S,), int64 for integers, else float32. Not tensors:
-    lengths, S ints, of the full sequences, and token_map (sum of lengths,) int64, the place in the row of each of their
-    tokens, or None if nothing is shared.
+    Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the boundaries of each
+    sequence's own tokens; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64,
+    the positions whose log-probability is needed, and previous (N,) int64, those of the tokens before them;
+    sequence_mask (S,) float32, 1; and every other field of the sequences, per token (T,) or per sequence
+    (S,), int64 for integers, else float32. Not tensors: lengths, S ints, of the full sequences, and token_map
+    (sum of lengths,) int64, the place in the row of each of their tokens, or None if nothing is shared.
 
-    weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other fields of the
-    sequences are 0, and so is a FlatModel's output for it, so that it adds nothing to any sum.
+    weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other
+    fields of the sequences are 0, and so is a FlatModel's output for it, so that it adds nothing to any sum.
     """
     sequences = [sequence for example in examples for sequence in example]
     lengths = [len(sequence["input_ids"]) for sequence in sequences]
     shared = shared_starts(sequences)
     starts = np.cumsum([0, *lengths])
     column = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    own = column >= np.repeat(shared, lengths)  # which tokens of the sequences, end to end, are put into the row
+    # which tokens of the sequences, end to end, are put into the row
+    own = column >= np.repeat(shared, lengths)
     token_map = np.cumsum(own) - 1
     for s in np.flatnonzero(shared):
         token_map[starts[s] : starts[s] + shared[s]] = token_map[starts[s - 1] : starts[s - 1] + shared[s]]
@@ -84,10 +86,11 @@ def shared_starts(sequences: Listing[Sequence]) -> list[int]:
 
 
 def shared_start(one: Sequence, other: Sequence) -> int:
-    """The number of untrained tokens at the start of `other` that it shares with its neighbour; 0 if sharing does not pay.
+    """The number of untrained tokens at the start of `other` that it shares with its neighbour; 0 if sharing
+    does not pay.
 
-    A script's own field that is not 0 on a token, in either sequence, may use that token differently in each; and in a
-    sequence without a trained token the last one may be read. Such tokens are not shared.
+    A script's own field that is not 0 on a token, in either sequence, may use that token differently in each;
+    and in a sequence without a trained token the last one may be read. Such tokens are not shared.
     """
     a, b, mask = one["input_ids"], other["input_ids"], other["loss_mask"]
     n = min(len(a), len(b))
@@ -102,7 +105,8 @@ def shared_start(one: Sequence, other: Sequence) -> int:
 
 
 def split_row(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
-    """Per-token results of a flat batch (T,), split by full sequence: S tensors (n,), each including a shared prefix."""
+    """Per-token results of a flat batch (T,), split by full sequence: S tensors (n,), each including a shared
+    prefix."""
     if batch["token_map"] is not None:
         values = values[to_device(batch["token_map"], values.device)]
     return list(values.split(batch["lengths"]))
@@ -121,10 +125,10 @@ class Window:
         origins: Callable[[], list[str]] | None = None,
         num_tokens: int | None = None,
     ):
-        """examples: those of all processes. mine: for each micro-batch of this process, the indices of its examples; every
-        process has the same number of micro-batches. indivisible: sequences of an example that stay together even if a
-        micro-batch is split: 2 for pairs. origins(): the source and row of each example. num_tokens: over all processes, if
-        `examples` does not contain all of them."""
+        """examples: those of all processes. mine: for each micro-batch of this process, the indices of its
+        examples; every process has the same number of micro-batches. indivisible: sequences of an example
+        that stay together even if a micro-batch is split: 2 for pairs. origins(): the source and row of each
+        example. num_tokens: over all processes, if `examples` does not contain all of them."""
         if num_tokens is not None:  # made by the script: checked as what `encode` returns
             layout_of([check_sequence(sequence) for example in examples for sequence in example], "a window")
         self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
@@ -133,8 +137,8 @@ class Window:
         self.went_backward = False
 
     def split(self, parts: int, tokens: float = math.inf) -> "Window":
-        """From now on split each micro-batch into this many parts, and these into parts of at least about `tokens` tokens,
-        as far as possible. The gradient of the window stays the same."""
+        """From now on split each micro-batch into this many parts, and these into parts of at least about
+        `tokens` tokens, as far as possible. The gradient of the window stays the same."""
         self._micro_batches = self._split(parts, tokens)
         return self
 
@@ -148,7 +152,8 @@ class Window:
                 for example in [self.examples[i]]
                 for at in range(0, len(example), step)
             ]
-            if not atoms:  # a process without a row at the end of the run still takes part: its peers wait for its gradients
+            # a process without a row at the end of the run still takes part: its peers wait for its gradients
+            if not atoms:
                 found.append([])
                 continue
             sequences = [sequence for atom in atoms for sequence in atom]
@@ -165,13 +170,16 @@ class Window:
 
     def __iter__(self) -> Iterator[Batch]:
         self._accelerator.gradient_accumulation_steps = len(self)
-        self._accelerator.step = 0  # Accelerate's count of micro-batches: a window may have been abandoned half way
+        # Accelerate's count of micro-batches: a window may have been abandoned half way
+        self._accelerator.step = 0
         for atoms in self._micro_batches:
-            yield flat_batch(atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0)
+            yield flat_batch(
+                atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0
+            )
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages over the
-        micro-batches of a process, and DDP over the processes: the factor undoes both."""
+        """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages
+        over the micro-batches of a process, and DDP over the processes: the factor undoes both."""
         self._accelerator.backward(loss * (len(self) * self._accelerator.num_processes))
         self.went_backward = True
 
@@ -188,7 +196,9 @@ class Window:
 
     def _require_all(self, what: str) -> None:
         if self._num_tokens is not None:
-            raise ValueError(f"window.{what}: this process holds its own examples only: count where they are made")
+            raise ValueError(
+                f"window.{what}: this process holds its own examples only: count where they are made"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -198,17 +208,21 @@ class Window:
         return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
 
     def total(self, *fields: str, sequences: slice = slice(None)) -> float:
-        """Sum over the window, all processes, of a field, or of a product of fields, as they arrive in the batches: the
-        denominator of a loss. (There, loss_mask is 0 on the first token of each sequence, which nothing predicts; a script's
-        own field is as returned by `encode`, so that total("loss_mask", "weight") counts what reaches the loss.)
+        """Sum over the window, all processes, of a field, or of a product of fields, as they arrive in the
+        batches: the denominator of a loss. (There, loss_mask is 0 on the first token of each sequence, which
+        nothing predicts; a script's own field is as returned by `encode`, so that total("loss_mask",
+        "weight") counts what reaches the loss.)
 
-        sequences: those of each example that count, for instance slice(0, None, 2) for the first of each pair. Raises
-        ValueError if this process does not know the examples of the others (GRPO).
+        sequences: those of each example that count, for instance slice(0, None, 2) for the first of each
+        pair. Raises ValueError if this process does not know the examples of the others (GRPO).
         """
         self._require_all("total")
         found = [sequence for example in self.examples for sequence in example[sequences]]
-        if found and fields == ("loss_mask",):  # in one step: a thousand processes have ten thousand sequences
-            return float(np.concatenate([sequence["loss_mask"][1:] for sequence in found]).sum(dtype=np.float64))
+        # in one step: a thousand processes have ten thousand sequences
+        if found and fields == ("loss_mask",):
+            return float(
+                np.concatenate([sequence["loss_mask"][1:] for sequence in found]).sum(dtype=np.float64)
+            )
 
         def product(sequence: Sequence) -> np.ndarray:
             arrived = [np.append(0.0, sequence[f][1:]) if f == "loss_mask" else sequence[f] for f in fields]
@@ -218,10 +232,11 @@ class Window:
 
     @torch.no_grad()
     def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:
-        """Add per-token fields to every sequence of this process: values(batch), (T,) by name, computed without gradients.
-        A prepared model and a `Reference` follow autocast by themselves.
+        """Add per-token fields to every sequence of this process: values(batch), (T,) by name, computed
+        without gradients. A prepared model and a `Reference` follow autocast by themselves.
 
-        If memory runs out a micro-batch is processed in two halves, unless processes call a sharded model together.
+        If memory runs out a micro-batch is processed in two halves, unless processes call a sharded model
+        together.
         """
         waiting = [atoms or self.examples[:1] for atoms in self._micro_batches]
         for atoms in waiting:  # grows during the loop
@@ -249,7 +264,10 @@ class Window:
 
     def largest(self) -> list[int]:
         """The lengths of the sequences of the micro-batch with the most tokens."""
-        lengths = [[len(sequence["input_ids"]) for atom in atoms for sequence in atom] for atoms in self._micro_batches]
+        lengths = [
+            [len(sequence["input_ids"]) for atom in atoms for sequence in atom]
+            for atoms in self._micro_batches
+        ]
         return max(lengths, key=sum)
 
 
@@ -257,19 +275,27 @@ class Windows:
     """All windows of a run: `windows[step]` is a pure function of the step."""
 
     def __init__(
-        self, args: CommonArgs, accelerator: Accelerator, train: Shuffled, *, max_tokens: int = 0, indivisible: int = 1
+        self,
+        args: CommonArgs,
+        accelerator: Accelerator,
+        train: Shuffled,
+        *,
+        max_tokens: int = 0,
+        indivisible: int = 1,
     ):
         """train: the example at each position of the run (or a stream of them). indivisible: see Window.
 
-        A window has gradient_accumulation_steps micro-batches on each process, each of per_device_train_batch_size examples;
-        or, if max_tokens is positive, of up to max_tokens tokens, distributed so that all cost about the same. The run lasts
-        max_steps windows, or, if that is not positive, num_train_epochs passes, of which the last window may be smaller.
+        A window has gradient_accumulation_steps micro-batches on each process, each of
+        per_device_train_batch_size examples; or, if max_tokens is positive, of up to max_tokens tokens,
+        distributed so that all cost about the same. The run lasts max_steps windows, or, if that is not
+        positive, num_train_epochs passes, of which the last window may be smaller.
         """
         self.train, self.max_tokens, self.max_steps = train, max_tokens, args.max_steps
         self.longest = train.examples.longest  # tokens of the longest sequence
         self._accelerator, self._batch_size = accelerator, args.per_device_train_batch_size
         self._indivisible = indivisible
-        self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes  # micro-batches per window
+        # micro-batches per window
+        self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.size = self._batch_size * self._parts
         # In a checkpoint: with another one, other examples have been used after a number of steps.
         self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
@@ -277,8 +303,11 @@ class Windows:
             self.end = max(1, round(args.num_train_epochs * len(train)))
         else:
             self.end = None if max_tokens else args.max_steps * self.size
-        self._shift = 0  # for a stream resumed with another number of processes, which continues at its position
-        self._budget = extra("token_budget").Budget(train, self._parts, max_tokens, self.end) if max_tokens else None
+        # for a stream resumed with another number of processes, which continues at its position
+        self._shift = 0
+        self._budget = (
+            extra("token_budget").Budget(train, self._parts, max_tokens, self.end) if max_tokens else None
+        )
 
     def __len__(self) -> int:
         if self.max_steps > 0:
@@ -297,8 +326,8 @@ class Windows:
         return Window(self._accelerator, examples, mine, indivisible=self._indivisible, origins=origins)
 
     def dealt(self, step: int) -> list[list[int]]:
-        """The examples of each of a window's micro-batches, over all processes: the first is process 0's, the second process
-        1's. Planned from lengths alone, the same on every process."""
+        """The examples of each of a window's micro-batches, over all processes: the first is process 0's, the
+        second process 1's. Planned from lengths alone, the same on every process."""
         if self._budget is not None:
             return self._budget.dealt(step)
         B, n = self._batch_size, self.start(step + 1) - self.start(step)
@@ -311,8 +340,8 @@ class Windows:
         return min(step * self.size, self.end) + self._shift
 
     def plan(self) -> dict[str, Any]:
-        """The plan of the run: steps, examples and tokens per step, steps per epoch (None for a stream), and the sizes of
-        the examples in the largest micro-batch, judging by the first windows."""
+        """The plan of the run: steps, examples and tokens per step, steps per epoch (None for a stream), and
+        the sizes of the examples in the largest micro-batch, judging by the first windows."""
         some = range(min(len(self), 50))
         sizes, micro_batches = [], []
         for step in some:  # in order: a stream does not go back
@@ -323,12 +352,15 @@ class Windows:
             "steps": len(self),
             "examples_per_step": round(per_step, 1),
             "tokens_per_step": round(sum(map(sum, sizes)) / len(sizes)),
-            "steps_per_epoch": round(len(self.train) / per_step, 2) if hasattr(self.train, "__len__") else None,
+            "steps_per_epoch": round(len(self.train) / per_step, 2)
+            if hasattr(self.train, "__len__")
+            else None,
             "largest_micro_batch": max(micro_batches, key=sum),
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """State for a checkpoint, so that a resumed run need not read a stream from its start to find its place."""
+        """State for a checkpoint, so that a resumed run need not read a stream from its start to find its
+        place."""
         if not hasattr(self.train, "state"):
             return {}  # the order is recomputed
         return {"position": self.start(step), **self.train.state(self.start(step))}
@@ -352,4 +384,8 @@ def eval_batches(examples: Listing[Example], accelerator: Any, batch_size: int) 
         mine = [examples[i] for i in range(start, min(start + step, len(examples)))][
             accelerator.process_index :: accelerator.num_processes
         ]
-        yield flat_batch(mine, accelerator.device) if mine else flat_batch([examples[0]], accelerator.device, weight=0.0)
+        yield (
+            flat_batch(mine, accelerator.device)
+            if mine
+            else flat_batch([examples[0]], accelerator.device, weight=0.0)
+        )

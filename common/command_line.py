@@ -1,4 +1,5 @@
-"""The command line of a script: flags > YAML (--config) > environment > defaults, and how `main` is called with them.
+"""The command line of a script: flags > YAML (--config) > environment > defaults, and how `main` is called
+with them.
 
 All values go through the same conversion and checks; an unknown flag, key or variable is an error.
 """
@@ -26,19 +27,23 @@ Values = dict[str, Any]  # by the names of arguments
 types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
-GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")  # said by gloo and NCCL
+# said by gloo and NCCL
+GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 # What users of transformers and TRL write for a choice: what it is called here.
 SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
 SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
 
 
-def parse_args(args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None) -> Args:
-    """The arguments of a run. Raises UserError for an unknown flag, key or variable, or a value of the wrong type.
+def parse_args(
+    args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None
+) -> Args:
+    """The arguments of a run. Raises UserError for an unknown flag, key or variable, or a value of the wrong
+    type.
 
-    A variable is PLAINLOOP_ plus the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of the built-in
-    demo. It applies, with a message, if neither a model nor a dataset is named, with the lowest priority. If only a model is
-    named, only its dataset applies. default_model: the output folder of the previous stage, the default of
-    --model_name_or_path; None: a new model.
+    A variable is PLAINLOOP_ plus the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of
+    the built-in demo. It applies, with a message, if neither a model nor a dataset is named, with the lowest
+    priority. If only a model is named, only its dataset applies. default_model: the output folder of the
+    previous stage, the default of --model_name_or_path; None: a new model.
     """
     flags = _parse(sys.argv[1:] if argv is None else argv, args_class)
     config = flags.pop("config", None) or os.environ.get(f"{PREFIX}CONFIG")
@@ -49,12 +54,16 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     demonstrated: Values = {}
     if given.get("dataset_name") is None:
         if not Path(demo).exists():
-            raise UserError(f"no --dataset_name, and the demo, {demo}, is not here: name one, or start where it lies")
+            raise UserError(
+                f"no --dataset_name, and the demo, {demo}, is not here: name one, or start where it lies"
+            )
         demonstrated = _file(demo, args_class)
         if given.get("model_name_or_path") is None:
             say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
             demonstrated = {
-                name: demonstrated[name] for name in demonstrated if declared(args_class, name)["goes_with"] not in given
+                name: demonstrated[name]
+                for name in demonstrated
+                if declared(args_class, name)["goes_with"] not in given
             }
         else:
             demonstrated = {"dataset_name": demonstrated["dataset_name"]}
@@ -66,7 +75,9 @@ def parse_args(args_class: type[Args], demo: str, default_model: str | None = No
     return args_class(**values)  # combinations are checked once all of it is known
 
 
-def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, default_model: str | None = None) -> None:
+def launch(
+    main: Callable[[Args], None], args_class: type[Args], demo: str, default_model: str | None = None
+) -> None:
     """Parse the arguments (see `parse_args`), call `main` with them, and end the process.
 
     A UserError becomes one line and exit code 1; so does running out of memory outside of the training steps.
@@ -79,7 +90,8 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
         main(parse_args(args_class, demo, default_model))
     except UserError as error:
         show_and_exit(error)
-    except KeyboardInterrupt:  # while data and model are loaded; during training common/run/signals.py handles it
+    # while data and model are loaded; during training common/run/signals.py handles it
+    except KeyboardInterrupt:
         say("stopped before the first step: there is nothing to save")
         code = 130
     except SystemExit as stop:
@@ -87,9 +99,15 @@ def launch(main: Callable[[Args], None], args_class: type[Args], demo: str, defa
     except Exception as error:
         if is_oom(error):
             remedy = "lower --per_device_eval_batch_size or --eval_max_new_tokens, or what the script samples at a time"
-            show_and_exit(UserError(f"out of memory outside of the training steps: {remedy} ({quoted(error, 160, str)})"))
+            show_and_exit(
+                UserError(
+                    f"out of memory outside of the training steps: {remedy} ({quoted(error, 160, str)})"
+                )
+            )
         if isinstance(error, RuntimeError) and any(words in str(error) for words in GONE):
-            show_and_exit(UserError(f"another process has ended; if it printed why, that is the reason ({error})"))
+            show_and_exit(
+                UserError(f"another process has ended; if it printed why, that is the reason ({error})")
+            )
         last_words(error)
         raise
     sys.stdout.flush()
@@ -109,16 +127,19 @@ def _last_stage(output_dir: str) -> str:
     return base
 
 
-# --- where values come from -----------------------------------------------------------------------------------------
+# --- where values come from ---------------------------------------------------------------------------------
 
 
 def _environment(args_class: type[CommonArgs]) -> Values:
-    """What variables set. An empty one counts as not set, as is usual in containers; several values have spaces between."""
+    """What variables set. An empty one counts as not set, as is usual in containers; several values have
+    spaces between."""
     found: Values = {}
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and value and name != "config":
-            found |= _checked({name: value.split() if _kind(args_class, name)[1] else value}, variable, args_class)
+            found |= _checked(
+                {name: value.split() if _kind(args_class, name)[1] else value}, variable, args_class
+            )
     return found
 
 
@@ -158,7 +179,8 @@ def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) 
 
 
 def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
-    """A line for each argument that differs from its default but has no effect beside the others (see needs of `arg`)."""
+    """A line for each argument that differs from its default but has no effect beside the others (see needs
+    of `arg`)."""
     lines = []
     for name, default in defaults(args_class).items():
         needs = declared(args_class, name)["needs"]
@@ -175,7 +197,7 @@ def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
     return lines
 
 
-# --- words to values ------------------------------------------------------------------------------------------------
+# --- words to values ----------------------------------------------------------------------------------------
 
 
 class _Parser(argparse.ArgumentParser):
@@ -188,7 +210,8 @@ def _parse(words: list[str], args_class: type[CommonArgs]) -> Values:
     usage = "%(prog)s [--config FILE] [--flag value ...]"
     parser = _Parser(allow_abbrev=False, usage=usage, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")
-    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")  # also -1e-3
+    # also -1e-3
+    parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
     groups = {args_class: parser.add_argument_group("This script")}
     groups |= {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
     for name, default in defaults(args_class).items():
@@ -224,7 +247,8 @@ def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
 
 
 def _kind(args_class: type[CommonArgs], name: str) -> tuple[Any, bool]:
-    """X of an argument of type X or list[X], and whether it is a list; with or without | None. None if there is no such."""
+    """X of an argument of type X or list[X], and whether it is a list; with or without | None. None if there
+    is no such."""
     kind = types_of(args_class).get(name)
     if get_origin(kind) in (Union, UnionType):
         kind = next(part for part in get_args(kind) if part is not NoneType)

@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-tqdm.set_lock(threading.RLock())  # its own, between processes, Python 3.14 would complain of when a run ends early
+# its own, between processes, Python 3.14 would complain of when a run ends early
+tqdm.set_lock(threading.RLock())
 # Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
 SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, such as a failing reward function
@@ -26,7 +27,8 @@ class UserError(Exception):
 
 
 class OutsideError(UserError):
-    """Something that a run needs is gone, raised on all processes; the run itself is sound, and is saved before it ends."""
+    """Something that a run needs is gone, raised on all processes; the run itself is sound, and is saved
+    before it ends."""
 
 
 def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
@@ -53,13 +55,14 @@ def hidden(text: str) -> str:
     return text
 
 
-# Control characters other than line breaks and tabs, and bidirectional marks: in a terminal they could clear it, hide a
-# line, or set its title.
+# Control characters other than line breaks and tabs, and bidirectional marks: in a terminal they could clear
+# it, hide a line, or set its title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text from data, models or file names made safe for a terminal: control characters are escaped, secrets removed."""
+    """Text from data, models or file names made safe for a terminal: control characters are escaped, secrets
+    removed."""
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), hidden(text))
 
 
@@ -69,10 +72,12 @@ def is_first() -> bool:
 
 
 def say(line: str, file: TextIO | None = None) -> None:
-    """Print a line for the user, once per run rather than once per process, above the progress bar if there is one."""
+    """Print a line for the user, once per run rather than once per process, above the progress bar if there
+    is one."""
     if is_first():
         file = file or sys.stdout
-        with contextlib.suppress(OSError):  # a log on a full disk, or a reader that is gone, loses lines and ends no run
+        # a log on a full disk, or a reader that is gone, loses lines and ends no run
+        with contextlib.suppress(OSError):
             tqdm.write(printable(line), file=file)
             file.flush()
 

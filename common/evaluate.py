@@ -1,7 +1,7 @@
 """Evaluation shared by the stages: losses on held-out examples, and scored completions of fixed prompts.
 
-Sums and counts are reduced over the processes, and fillers have weight 0: the result covers the whole set, for any number
-of processes and any batch size.
+Sums and counts are reduced over the processes, and fillers have weight 0: the result covers the whole set,
+for any number of processes and any batch size.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,11 +50,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
-def evaluate_nll(args: CommonArgs, accelerator: Accelerator, model: nn.Module, held_out: Examples) -> dict[str, float]:
-    """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; {} without data.
+def evaluate_nll(
+    args: CommonArgs, accelerator: Accelerator, model: nn.Module, held_out: Examples
+) -> dict[str, float]:
+    """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; {} without
+    data.
 
-    With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, if the sources have
-    weights, weighted means of the sources' values.
+    With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, if
+    the sources have weights, weighted means of the sources' values.
     """
 
     def per_token(batch: Batch) -> dict[str, Tensor]:
@@ -64,7 +67,10 @@ def evaluate_nll(args: CommonArgs, accelerator: Accelerator, model: nn.Module, h
     values = evaluate_means(args, accelerator, model, held_out, per_token, weights="loss_mask")
     if not values:
         return {}
-    return {"eval_loss": values["eval_loss"], "eval_perplexity": math.exp(min(values["eval_loss"], 700.0))} | values
+    return {
+        "eval_loss": values["eval_loss"],
+        "eval_perplexity": math.exp(min(values["eval_loss"], 700.0)),
+    } | values
 
 
 def evaluate_means(
@@ -77,10 +83,10 @@ def evaluate_means(
 ) -> dict[str, float]:
     """The mean of each value of measure(batch) over the held-out examples, as eval_<name>; {} without data.
 
-    measure(batch): values by name, (B,) for the examples of a batch, or, with weights="loss_mask", (T,) for its tokens.
-    weights: the field of the batch that is 0 for items that do not count (a prompt, a filler). With several sources also
-    eval_<source>_loss; the others are then means over everything, or, if the sources have weights, weighted means of the
-    sources' values.
+    measure(batch): values by name, (B,) for the examples of a batch, or, with weights="loss_mask", (T,) for
+    its tokens. weights: the field of the batch that is 0 for items that do not count (a prompt, a filler).
+    With several sources also eval_<source>_loss; the others are then means over everything, or, if the
+    sources have weights, weighted means of the sources' values.
     """
     names: list[str] = []
     table: list[list[float]] = []  # for each source: the sums of the values, and of the weights
@@ -90,9 +96,12 @@ def evaluate_means(
             for batch in eval_batches(held_out.of_source(s), accelerator, args.per_device_eval_batch_size):
                 values = measure(batch)
                 names = list(values)
-                step = len(batch[weights]) // len(values[names[0]])  # 2 for pairs, whose sequences count together
+                # 2 for pairs, whose sequences count together
+                step = len(batch[weights]) // len(values[names[0]])
                 counts = batch[weights][::step]
-                sums = sums + torch.stack([*((value * counts).sum() for value in values.values()), counts.sum()])
+                sums = sums + torch.stack(
+                    [*((value * counts).sum() for value in values.values()), counts.sum()]
+                )
             table.append(accelerator.reduce(sums, "sum").tolist())
     shares = [source.weight for source in held_out.sources]
     if None in shares:
@@ -109,8 +118,9 @@ def evaluate_means(
 
 
 def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
-    """UTF-8 bytes of the held-out text for each of its tokens that is predicted (all but the first of a sequence; special
-    ones stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0 without held-out rows."""
+    """UTF-8 bytes of the held-out text for each of its tokens that is predicted (all but the first of a
+    sequence; special ones stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0
+    without held-out rows."""
 
     def count(ids: np.ndarray) -> int:
         text = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -120,7 +130,7 @@ def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
     return sum(count(ids) - count(ids[:1]) for ids in rows) / max(sum(len(ids) - 1 for ids in rows), 1)
 
 
-# --- completions ----------------------------------------------------------------------------------------------------
+# --- completions --------------------------------------------------------------------------------------------
 
 
 def load_eval_prompts(
@@ -136,12 +146,13 @@ def load_eval_prompts(
     rewards: list[Reward] | None = None,
     weights: list[float] | None = None,
 ) -> EvalPrompts:
-    """The prompts of --eval_prompts; if no file is named, GRPO's held-out rows, or else the prompts of the first num_samples
-    held-out (or training) rows that have one of at most max_length tokens, without other columns.
+    """The prompts of --eval_prompts; if no file is named, GRPO's held-out rows, or else the prompts of the
+    first num_samples held-out (or training) rows that have one of at most max_length tokens, without other
+    columns.
 
-    prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): converts a row of --eval_prompts for
-    sampling, if training has its own way. rewards, weights: score the completions if --eval_reward_funcs is not given, and
-    the weights of their sum.
+    prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): converts a row of
+    --eval_prompts for sampling, if training has its own way. rewards, weights: score the completions if
+    --eval_reward_funcs is not given, and the weights of their sum.
     """
     own = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
     scoring = (own, None) if own else (rewards or [], weights)
@@ -162,7 +173,9 @@ def load_eval_prompts(
         if len(rows) == args.num_samples:
             break
     if args.num_samples and args.eval_steps and not rows:
-        say("no samples: no row that was looked at has a prompt of at most max_length tokens (--eval_prompts FILE)")
+        say(
+            "no samples: no row that was looked at has a prompt of at most max_length tokens (--eval_prompts FILE)"
+        )
     return EvalPrompts(rows, *scoring)
 
 
@@ -184,8 +197,8 @@ def complete(
     temperature: float,
     seed: int = 0,
 ) -> list[Completed]:
-    """Complete prompts (token ids). Each process samples its share, and gets all. max_new_tokens: one limit for all, or one
-    each. A completion is a function of (weights, prompt, seed, its place)."""
+    """Complete prompts (token ids). Each process samples its share, and gets all. max_new_tokens: one limit
+    for all, or one each. A completion is a function of (weights, prompt, seed, its place)."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
     mine = range(accelerator.process_index, len(prompts), accelerator.num_processes)
     with accelerator.autocast():  # also on a process without a prompt: all of them gather sharded weights
@@ -196,8 +209,13 @@ def complete(
             max_new_tokens=[limits[i] for i in mine],
             temperature=temperature,
         )
-    found = sorted(gather_lists(accelerator, [(i, s.ids, s.finished) for i, s in zip(mine, sampled, strict=True)]))
-    return [Completed(ids, tokenizer.decode(ids, skip_special_tokens=True), finished) for _, ids, finished in found]
+    found = sorted(
+        gather_lists(accelerator, [(i, s.ids, s.finished) for i, s in zip(mine, sampled, strict=True)])
+    )
+    return [
+        Completed(ids, tokenizer.decode(ids, skip_special_tokens=True), finished)
+        for _, ids, finished in found
+    ]
 
 
 def complete_prompts(
@@ -205,8 +223,8 @@ def complete_prompts(
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Complete fixed prompts at each of args.eval_temperatures and score the completions.
 
-    Returns, on all processes, the means (`eval_<name>` at temperature 0 or the first one, `eval_<name>_t<T>` at the others)
-    and the samples. Without prompts: nothing.
+    Returns, on all processes, the means (`eval_<name>` at temperature 0 or the first one, `eval_<name>_t<T>`
+    at the others) and the samples. Without prompts: nothing.
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
@@ -222,10 +240,15 @@ def complete_prompts(
 
 
 def summarise(
-    args: CommonArgs, temperature: float, rows: list[dict[str, Any]], texts: list[str], scores: dict[str, list[float | None]]
+    args: CommonArgs,
+    temperature: float,
+    rows: list[dict[str, Any]],
+    texts: list[str],
+    scores: dict[str, list[float | None]],
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """For completions of `rows` at one of args.eval_temperatures: the mean of each score, ignoring None, as `eval_<name>` at
-    the first temperature and `eval_<name>_t<T>` at the others, and a sample for each completion."""
+    """For completions of `rows` at one of args.eval_temperatures: the mean of each score, ignoring None, as
+    `eval_<name>` at the first temperature and `eval_<name>_t<T>` at the others, and a sample for each
+    completion."""
     suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
     means, samples = {}, []
     for name, values in scores.items():

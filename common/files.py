@@ -36,7 +36,8 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Flush every file to disk and list it with size and hash in manifest.json; all are as readable as that."""
+    """Flush every file to disk and list it with size and hash in manifest.json; all are as readable as
+    that."""
     files, manifest = {}, folder / "manifest.json"
     manifest.touch()
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest):
@@ -50,7 +51,8 @@ def write_manifest(folder: Path) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is damaged in a folder, or None if each file has the size and the hash that its manifest.json says."""
+    """What is damaged in a folder, or None if each file has the size and the hash that its manifest.json
+    says."""
     try:
         for name, (size, digest) in json.loads((folder / "manifest.json").read_text())["files"].items():
             if not (folder / name).is_file():
@@ -63,8 +65,8 @@ def find_damage(folder: Path) -> str | None:
 
 
 def loaded_code(script: str) -> dict[str, str]:
-    """{path: hash} of the loaded Python files that belong neither to a library nor to this package, the script excepted: for
-    instance what a reward function's file imports."""
+    """{path: hash} of the loaded Python files that belong neither to a library nor to this package, the
+    script excepted: for instance what a reward function's file imports."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parent))
     found = {}
     for name, module in list(sys.modules.items()):

@@ -1,9 +1,9 @@
 """The maths of the four stages: pure functions of tensors and floats (torch only).
 
-Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the tokens
-before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller divides by the
-size of the whole window (all micro-batches of all processes), so that the gradient does not depend on how the window is
-split.
+Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the
+tokens before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller
+divides by the size of the whole window (all micro-batches of all processes), so that the gradient does not
+depend on how the window is split.
 
 Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
 C completions, F reward functions.
@@ -16,11 +16,23 @@ from torch import Tensor
 import torch.nn.functional as F
 
 DPO_LOSS_TYPES = (
-    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "apo_zero", "sppo_hard"),
+    *(
+        "sigmoid",
+        "sigmoid_norm",
+        "hinge",
+        "ipo",
+        "robust",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "apo_zero",
+        "sppo_hard",
+    ),
     *("simpo", "orpo"),
 )
 REFERENCE_FREE = ("simpo", "orpo")
-SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")  # those that support a share of flipped pairs
+# those that support a share of flipped pairs
+SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
 
@@ -45,7 +57,7 @@ def nll(logps: Tensor, loss_mask: Tensor) -> Tensor:
     return -(logps * loss_mask).sum()
 
 
-# --- DPO and its family ---------------------------------------------------------------------------------------------
+# --- DPO and its family -------------------------------------------------------------------------------------
 
 
 def dpo_loss(
@@ -64,34 +76,45 @@ def dpo_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One preference loss per pair, and the implicit rewards.
 
-    The first four (B,): log-probabilities summed over the completion (simpo and orpo ignore the reference's); the next two
-    (B,): the number of trained tokens in the completions. Returns losses (B,), and the chosen and rejected
-    rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean log-probability`. Several
-    types are summed with loss_weights (None: 1 each); the rewards are those of the first one.
+    The first four (B,): log-probabilities summed over the completion (simpo and orpo ignore the reference's);
+    the next two (B,): the number of trained tokens in the completions. Returns losses (B,), and the chosen
+    and rejected rewards (B,): `beta * log(policy / reference)`; reference-free types have `beta * mean
+    log-probability`. Several types are summed with loss_weights (None: 1 each); the rewards are those of the
+    first one.
 
     Let `x = (chosen - ref_chosen) - (rejected - ref_rejected)`, sums over tokens.
 
-    - sigmoid: `-log σ(βx)` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with label_smoothing ε the conservative
-      form `-(1-ε) log σ(βx) - ε log σ(-βx)` (cDPO, Mitchell 2023).
-    - robust: its unbiased form, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024, 2403.00409).
-    - sigmoid_norm: `-log σ(β x̄)` with x̄ from means over tokens (Tulu 3, Lambert et al. 2024, 2411.15124), ε as in cDPO.
-    - exo_pair: the reverse KL of σ(βx) to (1-ε, ε): `σ(βx) [log σ(βx) - log(1-ε)] + σ(-βx) [log σ(-βx) - log ε]`, with ε
-      0.001 if label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
-    - nca_pair: `-log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)`, c and r the log-ratios of chosen and rejected (Chen et al. 2024,
-      2402.05369).
-    - bco_pair: `-log σ(βc) - log σ(-βr)` (Jung et al. 2024, 2404.04656, of pairs and without its reward shift).
+    - sigmoid: `-log σ(βx)` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with label_smoothing ε the
+      conservative form `-(1-ε) log σ(βx) - ε log σ(-βx)` (cDPO, Mitchell 2023).
+    - robust: its unbiased form, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024,
+    2403.00409).
+    - sigmoid_norm: `-log σ(β x̄)` with x̄ from means over tokens (Tulu 3, Lambert et al. 2024, 2411.15124), ε
+    as in cDPO.
+    - exo_pair: the reverse KL of σ(βx) to (1-ε, ε): `σ(βx) [log σ(βx) - log(1-ε)] + σ(-βx) [log σ(-βx) - log
+      ε]`, with ε 0.001 if label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
+    - nca_pair: `-log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)`, c and r the log-ratios of chosen and rejected
+      (Chen et al. 2024, 2402.05369).
+    - bco_pair: `-log σ(βc) - log σ(-βr)` (Jung et al. 2024, 2404.04656, of pairs and without its reward
+    shift).
     - hinge: `relu(1 - βx)` (SLiC, Zhao et al. 2023, 2305.10425).
     - ipo: `(x̄ - 1/(2β))²` with x̄ from means over tokens (Azar et al. 2023, 2310.12036, eq. 17).
     - apo_zero: `1 - σ(β(chosen - ref)) + σ(β(rejected - ref))` (D'Oosterlinck et al. 2024, 2408.06266).
     - sppo_hard: `(chosen - ref - 1/(2β))² + (rejected - ref + 1/(2β))²` (Wu et al. 2024, 2405.00675).
     - simpo: `-log σ(β(mean chosen - mean rejected) - γ)` (Meng et al. 2024, 2405.14734), ε as in cDPO.
-    - orpo: `-β log σ(log odds(chosen) - log odds(rejected))` of mean log-probabilities (Hong et al. 2024, 2403.07691);
-      its NLL term is the caller's.
+    - orpo: `-β log σ(log odds(chosen) - log odds(rejected))` of mean log-probabilities (Hong et al. 2024,
+      2403.07691); its NLL term is the caller's.
 
     Raises ValueError for an unknown type, or if label_smoothing does not apply or makes `robust` singular.
     """
     if not isinstance(loss_type, str):
-        sides = (chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_tokens, rejected_tokens)
+        sides = (
+            chosen_logps,
+            rejected_logps,
+            ref_chosen_logps,
+            ref_rejected_logps,
+            chosen_tokens,
+            rejected_tokens,
+        )
         options = {"beta": beta, "label_smoothing": label_smoothing, "simpo_gamma": simpo_gamma}
         terms = [dpo_loss(*sides, loss_type=one, **options) for one in loss_type]
         weights = loss_weights or [1.0] * len(terms)
@@ -123,7 +146,9 @@ def dpo_loss(
         kept, flipped = F.logsigmoid(margin), F.logsigmoid(-margin)
         losses = kept.exp() * (kept - math.log1p(-share)) + flipped.exp() * (flipped - math.log(share))
     elif loss_type == "nca_pair":
-        losses = -F.logsigmoid(chosen_reward) - 0.5 * (F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward))
+        losses = -F.logsigmoid(chosen_reward) - 0.5 * (
+            F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward)
+        )
     elif loss_type == "bco_pair":
         losses = -F.logsigmoid(chosen_reward) - F.logsigmoid(-rejected_reward)
     elif loss_type == "hinge":
@@ -148,11 +173,13 @@ def log1mexp(x: Tensor) -> Tensor:
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931  # exp(x) > 1/2; both branches get inputs with finite gradients
     return torch.where(
-        near, torch.log(-torch.expm1(torch.where(near, x, -0.5))), torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
+        near,
+        torch.log(-torch.expm1(torch.where(near, x, -0.5))),
+        torch.log1p(-torch.exp(torch.where(near, -1.0, x))),
     )
 
 
-# --- GRPO and its family --------------------------------------------------------------------------------------------
+# --- GRPO and its family ------------------------------------------------------------------------------------
 
 
 def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
@@ -167,20 +194,23 @@ def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
 def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: str = "grpo") -> Tensor:
     """Rewards relative to the group: (P, G) -> (P, G). Shao et al. 2024 (arXiv 2402.03300), eq. 3's Â.
 
-    `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"), or no division
-    ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). estimator "rloo" compares each with the mean of the others in its group
-    (Ahmadian et al. 2024, 2402.14740, without division there), "reinforce_pp" with the mean of all rewards (REINFORCE++, Hu
-    et al. 2025, 2501.03262); then "group" means "batch", because a group of equal rewards that differ from the others' has
-    no std to divide by. A NaN reward is left out, and gets 0; if nothing differs all get exactly 0. Raises ValueError for
-    another scale_rewards or estimator.
+    `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"),
+    or no division ("none": Dr. GRPO, Liu et al. 2025, 2503.20783). estimator "rloo" compares each with the
+    mean of the others in its group (Ahmadian et al. 2024, 2402.14740, without division there), "reinforce_pp"
+    with the mean of all rewards (REINFORCE++, Hu et al. 2025, 2501.03262); then "group" means "batch",
+    because a group of equal rewards that differ from the others' has no std to divide by. A NaN reward is
+    left out, and gets 0; if nothing differs all get exactly 0. Raises ValueError for another scale_rewards or
+    estimator.
     """
     known = ~rewards.isnan()
-    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards  # what each reward is compared with
+    # what each reward is compared with
+    among = rewards.reshape(1, -1) if estimator == "reinforce_pp" else rewards
     mean = among.nanmean(-1, keepdim=True)
     low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
     centred = torch.where(known & (high > low), rewards - mean, torch.zeros_like(rewards))
-    variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)  # of each group
+    # of each group
+    variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)
     if estimator == "rloo":  # r - (n · mean - r) / (n - 1)
         n = known.sum(-1, keepdim=True)
         centred = centred * n / (n - 1).clamp(min=1)
@@ -218,23 +248,24 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO-clip with a KL penalty, per token: `-min(ρ A, clip(ρ, 1-ε, 1+ε_high) A) · w + β KL`.
 
-    All (T,), cu_seqlens (S+1,); ref_logps may be None if beta is 0. `ρ = exp(logps - old_logps)` per token, or with
-    importance_sampling_level "sequence" the exponential of the mean log-ratio of the sequence (GSPO, Zheng et al. 2025,
-    2507.18071, eq. 7). delta: upper bound of the unclipped ratio, also for negative advantages (two-sided clip,
-    INTELLECT-2, 2505.07291). loss_type "cispo" weights the log-probability by a clipped ratio without gradient, so that
-    no token is dropped: `-min(ρ, epsilon_high) A log p` (MiniMax 2025, 2506.13585). KL is the k3 estimator
-    `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ with use_bias_correction_kl, which makes its gradient
-    that of the reverse KL.
+    All (T,), cu_seqlens (S+1,); ref_logps may be None if beta is 0. `ρ = exp(logps - old_logps)` per token,
+    or with importance_sampling_level "sequence" the exponential of the mean log-ratio of the sequence (GSPO,
+    Zheng et al. 2025, 2507.18071, eq. 7). delta: upper bound of the unclipped ratio, also for negative
+    advantages (two-sided clip, INTELLECT-2, 2505.07291). loss_type "cispo" weights the log-probability by a
+    clipped ratio without gradient, so that no token is dropped: `-min(ρ, epsilon_high) A log p` (MiniMax
+    2025, 2506.13585). KL is the k3 estimator `exp(ref - logps) - (ref - logps) - 1` (Schulman 2020), times ρ
+    with use_bias_correction_kl, which makes its gradient that of the reverse KL.
 
-    w is 1, or, if the sampler differed slightly from the model of old_logps, min(exp(old_logps - sampled_logps),
-    importance_cap), without gradient (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training"); and 0 where policy_mask is 0 (Wang et al. 2025, 2506.01939: only tokens of high entropy).
+    w is 1, or, if the sampler differed slightly from the model of old_logps, min(exp(old_logps -
+    sampled_logps), importance_cap), without gradient (Yao et al. 2025, "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training"); and 0 where policy_mask is 0 (Wang et al. 2025, 2506.01939: only
+    tokens of high entropy).
 
-    Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with
-    `grpo_token_weights`, and per-token metrics, detached, (T,) each: `kl`, if there is a reference, and where the clip
-    takes effect below, above, or either (`clip_ratio/low_mean`, `high_mean`, `region_mean`); with sampled_logps
-    `sampling/logp_difference` and `_max`, their distance from old_logps, and with importance_cap where w is capped
-    (`sampling/importance_clipped`).
+    Returns the token losses (T,), 0 outside loss_mask, for the caller to weight with `grpo_token_weights`,
+    and per-token metrics, detached, (T,) each: `kl`, if there is a reference, and where the clip takes effect
+    below, above, or either (`clip_ratio/low_mean`, `high_mean`, `region_mean`); with sampled_logps
+    `sampling/logp_difference` and `_max`, their distance from old_logps, and with importance_cap where w is
+    capped (`sampling/importance_clipped`).
     """
     log_ratio = (logps - old_logps) * loss_mask
     if importance_sampling_level == "sequence":
@@ -250,8 +281,13 @@ def grpo_loss(
         low, above = torch.zeros_like(ratio), ((ratio > high) & (advantages > 0)).float()
     else:
         most = math.inf if delta is None else delta
-        losses = -torch.min(ratio.clamp(max=most) * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages)
-        low, above = ((ratio < 1 - epsilon) & (advantages < 0)).float(), ((ratio > 1 + high) & (advantages > 0)).float()
+        losses = -torch.min(
+            ratio.clamp(max=most) * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages
+        )
+        low, above = (
+            ((ratio < 1 - epsilon) & (advantages < 0)).float(),
+            ((ratio > 1 + high) & (advantages > 0)).float(),
+        )
     stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": above, "clip_ratio/region_mean": low + above}
     if sampled_logps is not None:
         moved = (old_logps - sampled_logps).detach() * loss_mask
@@ -272,16 +308,23 @@ def grpo_loss(
 
 
 def grpo_token_weights(
-    loss_type: str, tokens: Tensor, *, window_tokens: float, window_completions: float, max_completion_length: int
+    loss_type: str,
+    tokens: Tensor,
+    *,
+    window_tokens: float,
+    window_completions: float,
+    max_completion_length: int,
 ) -> Tensor:
     """The weight of each token of a completion in the window's loss: tokens (C,) -> weights (C,).
 
-    window_tokens counts the trained tokens of the window, window_completions all its completions, including untrained ones
-    (--mask_truncated_completions); both over all processes.
+    window_tokens counts the trained tokens of the window, window_completions all its completions, including
+    untrained ones (--mask_truncated_completions); both over all processes.
 
-    - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this one)`.
-    - bnpo, dapo, cispo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the caller passes: for
-      bnpo the tokens of this window; for the others those of the whole generation batch divided by its windows.
+    - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this
+    one)`.
+    - bnpo, dapo, cispo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the
+      caller passes: for bnpo the tokens of this window; for the others those of the whole generation batch
+      divided by its windows.
     - dr_grpo: a constant, `1 / (completions · max_completion_length)` (2503.20783).
     """
     if loss_type == "grpo":

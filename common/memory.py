@@ -1,4 +1,5 @@
-"""Memory on CUDA, MPS and CPU, in GiB: usage and limits, detecting that it ran out, and how much to compute at once."""
+"""Memory on CUDA, MPS and CPU, in GiB: usage and limits, detecting that it ran out, and how much to compute
+at once."""
 
 import contextlib
 import ctypes
@@ -18,7 +19,8 @@ GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
 CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 WITHOUT_FLOAT64 = ("mps",)
-# Messages of out-of-memory errors without their own exception class: CUDA and its libraries, MPS, the CPU's allocators.
+# Messages of out-of-memory errors without their own exception class: CUDA and its libraries, MPS, the CPU's
+# allocators.
 MESSAGES = (
     "out of memory",
     "not enough memory",
@@ -27,8 +29,8 @@ MESSAGES = (
     "_STATUS_ALLOC_FAILED",  # of cuBLAS, cuDNN
 )
 
-# On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products are slow.
-# Autocast converts the weights again for each part.
+# On a CPU: the size of a row's hidden states that fits its cache, and the tokens below which matrix products
+# are slow. Autocast converts the weights again for each part.
 CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 2048
 
 
@@ -42,11 +44,19 @@ def memory(device: torch.device) -> Memory:
     """Memory of the model's device; for the CPU, resident memory of this process."""
     if device.type == "cuda":
         _, total = torch.cuda.mem_get_info(device)
-        return Memory(torch.cuda.memory_allocated(device) / GIB, torch.cuda.max_memory_allocated(device) / GIB, total / GIB)
+        return Memory(
+            torch.cuda.memory_allocated(device) / GIB,
+            torch.cuda.max_memory_allocated(device) / GIB,
+            total / GIB,
+        )
     if device.type == "mps":
         current = torch.mps.driver_allocated_memory() / GIB  # MPS does not record the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
-    now, status, limits = psutil.Process().memory_info().rss, Path("/proc/self/status"), [psutil.virtual_memory().total]
+    now, status, limits = (
+        psutil.Process().memory_info().rss,
+        Path("/proc/self/status"),
+        [psutil.virtual_memory().total],
+    )
     peak = now  # where the system does not tell
     if status.exists():  # not ru_maxrss, which is inherited from the parent process
         peak = max(now, int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024)
@@ -59,8 +69,8 @@ def memory(device: torch.device) -> Memory:
 def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     """How many tokens of a micro-batch are worth sending through the model (a FlatModel) together.
 
-    On a GPU all of them. On a CPU larger parts are no faster, and take more memory. With several processes also all of them,
-    as processes wait for one another at each micro-batch.
+    On a GPU all of them. On a CPU larger parts are no faster, and take more memory. With several processes
+    also all of them, as processes wait for one another at each micro-batch.
     """
     if accelerator.device.type != "cpu" or accelerator.num_processes > 1:
         return math.inf
@@ -69,8 +79,9 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
 
 
 def relieve(device: torch.device, above: float | None = None) -> bool:
-    """Empty the allocator's caches if they and the tensors take more than this share of the memory; None: 0.9, but never on
-    CUDA, whose allocator does it when necessary, and would have to allocate its blocks again. Returns whether that was so.
+    """Empty the allocator's caches if they and the tensors take more than this share of the memory; None:
+    0.9, but never on CUDA, whose allocator does it when necessary, and would have to allocate its blocks
+    again. Returns whether that was so.
     """
     now, is_cuda = memory(device), device.type == "cuda"
     used = torch.cuda.memory_reserved(device) / GIB if is_cuda else now.current
@@ -94,8 +105,8 @@ def empty_caches(device: torch.device) -> None:
 def is_oom(error: BaseException) -> bool:
     """Whether an error means that memory has run out.
 
-    torch.OutOfMemoryError and MemoryError; else a RuntimeError with one of a few messages: of CUDA outside of PyTorch's
-    allocator, cuBLAS, cuDNN, MPS, or the CPU's allocator.
+    torch.OutOfMemoryError and MemoryError; else a RuntimeError with one of a few messages: of CUDA outside of
+    PyTorch's allocator, cuBLAS, cuDNN, MPS, or the CPU's allocator.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -110,8 +121,8 @@ def finest_dtype(device: torch.device) -> torch.dtype:
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """The array as a tensor on the device.
 
-    From pageable memory CUDA would block the host until the device has finished all earlier work: hence pinned memory, which
-    PyTorch keeps until the copy is done.
+    From pageable memory CUDA would block the host until the device has finished all earlier work: hence
+    pinned memory, which PyTorch keeps until the copy is done.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -30,7 +30,9 @@ def sharded_as(here: Any, value: Any) -> Any:
     if isinstance(here, dict) and isinstance(value, dict):
         return {name: sharded_as(here.get(name), one) for name, one in value.items()}
     if hasattr(here, "device_mesh"):
-        return torch.distributed.tensor.distribute_tensor(value.to(here.device), here.device_mesh, here.placements)
+        return torch.distributed.tensor.distribute_tensor(
+            value.to(here.device), here.device_mesh, here.placements
+        )
     return value
 
 
@@ -40,8 +42,8 @@ def anywhere(accelerator: Accelerator, here: bool) -> bool:
 
 
 def on_each_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """The result of function() on this process. A UserError raised on any process is raised on all, so that none waits for
-    one that is gone."""
+    """The result of function() on this process. A UserError raised on any process is raised on all, so that
+    none waits for one that is gone."""
     result, error = None, []
     try:
         result = function()
@@ -53,8 +55,8 @@ def on_each_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_main_process(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """The main process's result of function(), on every process. A UserError, OSError or SystemExit raised there is raised
-    on all."""
+    """The main process's result of function(), on every process. A UserError, OSError or SystemExit raised
+    there is raised on all."""
     result, error = None, None
     if accelerator.is_main_process:
         try:
@@ -74,13 +76,17 @@ class TimeLimitReached(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Context that raises TimeLimitReached in user code that takes longer: in Python code, in `re`, and when a C call
-    returns.
+    """Context that raises TimeLimitReached in user code that takes longer: in Python code, in `re`, and when
+    a C call returns.
 
-    It is raised again each second, in case the code has caught it; code that always does is never ended. No limit for 0
-    seconds, outside of the main thread, or on systems without such an alarm.
+    It is raised again each second, in case the code has caught it; code that always does is never ended. No
+    limit for 0 seconds, outside of the main thread, or on systems without such an alarm.
     """
-    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if (
+        seconds <= 0
+        or not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
 
@@ -97,11 +103,12 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def reset_in_children(numbers: set[signal.Signals]) -> None:
-    """Forked children (the pool of a reward function) end at these signals, whatever handler this process has for them.
+    """Forked children (the pool of a reward function) end at these signals, whatever handler this process has
+    for them.
 
-    They ignore a Ctrl-C, which the terminal sends to all: this process decides what is finished first. The signals are
-    blocked during a fork, because Python forgets those that reach a child before its first line: a pool that ends its
-    workers would wait for one of them forever. Called once per process.
+    They ignore a Ctrl-C, which the terminal sends to all: this process decides what is finished first. The
+    signals are blocked during a fork, because Python forgets those that reach a child before its first line:
+    a pool that ends its workers would wait for one of them forever. Called once per process.
     """
 
     def in_child() -> None:

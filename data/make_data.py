@@ -1,15 +1,15 @@
 """Write the text world on which the four training stages are demonstrated: `python data/make_data.py`.
 
-The world is made of chains. A chain is a start and one to three steps of +-1..9 whose values all stay in 0..20; as a
-tuple, 7+5-4 is (7, 5, -4). A chain can be asked as a bare sum ("What is 7+5-4?") or as a story ("Tom has 7 nuts. He
-finds 5. He eats 4. How many nuts now?") and worked out in equations ("7+5=12. 12-4=8."). Around the chains there are
-small facts, counting, comparisons, days and dialogues.
+The world is made of chains. A chain is a start and one to three steps of +-1..9 whose values all stay in
+0..20; as a tuple, 7+5-4 is (7, 5, -4). A chain can be asked as a bare sum ("What is 7+5-4?") or as a story
+("Tom has 7 nuts. He finds 5. He eats 4. How many nuts now?") and worked out in equations ("7+5=12. 12-4=8.").
+Around the chains there are small facts, counting, comparisons, days and dialogues.
 
-Splits. A hash of the tuple puts every chain of two or three steps into train, validation or test. A chain is used as
-training text only if the chain itself and every shorter chain inside it belong to train: 7+5-4+3 also contains 7+5-4
-and 12-4+3. Validation text is free of test chains in the same way. All files share this one split, so nothing that is
-held out for one stage can be learned in another. Chains of equal steps (3+2+2) are never held out, because counting
-by twos already tells them; this includes chains of one step.
+Splits. A hash of the tuple puts every chain of two or three steps into train, validation or test. A chain is
+used as training text only if the chain itself and every shorter chain inside it belong to train: 7+5-4+3 also
+contains 7+5-4 and 12-4+3. Validation text is free of test chains in the same way. All files share this one
+split, so nothing that is held out for one stage can be learned in another. Chains of equal steps (3+2+2) are
+never held out, because counting by twos already tells them; this includes chains of one step.
 
 Every file has its own seeded random stream: running this script again writes the same bytes.
 """
@@ -42,7 +42,7 @@ GRPO_ROWS = {"train": 1280, "validation": 200}
 PROMPT_ROWS = {"chat": 200, "zero": 200, "base": 128}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Chains and splits
 
 
@@ -91,24 +91,54 @@ def chains(split: str, length: int) -> list[Chain]:
     return [chain for chain in found if split_of(chain) == split and clean(equations(chain), split)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Wording
 
-PRONOUNS = {"Tom": "He", "Ann": "She", "Ben": "He", "Eva": "She", "Max": "He", "Mia": "She", "Sam": "He", "Zoe": "She"}
+PRONOUNS = {
+    "Tom": "He",
+    "Ann": "She",
+    "Ben": "He",
+    "Eva": "She",
+    "Max": "He",
+    "Mia": "She",
+    "Sam": "He",
+    "Zoe": "She",
+}
 NAMES = list(PRONOUNS)
 FOODS = ["nut", "fig", "egg", "bun"]
 GOODS = ["pen", "card", "coin", "ball"]
 GAINS = ["finds", "gets", "buys"]
 LOSSES = ["loses", "sells", "drops"]
-PLACES = [("bus", "rider", "gets on", "get on", "gets off", "get off"), ("pond", "duck", "comes", "come", "goes", "go")]
+PLACES = [
+    ("bus", "rider", "gets on", "get on", "gets off", "get off"),
+    ("pond", "duck", "comes", "come", "goes", "go"),
+]
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 
 PETS = ["cat", "dog", "hen", "fish", "frog", "mouse", "duck", "goat"]
 COLORS = ["red", "blue", "green", "white", "black", "yellow", "brown", "pink"]
-LEGS = {"cat": 4, "dog": 4, "hen": 2, "duck": 2, "goat": 4, "cow": 4, "frog": 4, "mouse": 4, "bee": 6, "spider": 8}
+LEGS = {
+    "cat": 4,
+    "dog": 4,
+    "hen": 2,
+    "duck": 2,
+    "goat": 4,
+    "cow": 4,
+    "frog": 4,
+    "mouse": 4,
+    "bee": 6,
+    "spider": 8,
+}
 SOUNDS = {"cat": "meow", "dog": "woof", "hen": "cluck", "duck": "quack", "cow": "moo", "bee": "buzz"}
 THINGS = {"grass": "green", "snow": "white", "coal": "black", "mud": "brown", "blood": "red", "milk": "white"}
-OPPOSITES = [("hot", "cold"), ("big", "small"), ("old", "new"), ("wet", "dry"), ("fast", "slow"), ("up", "down")]
+OPPOSITES = [
+    ("hot", "cold"),
+    ("big", "small"),
+    ("old", "new"),
+    ("wet", "dry"),
+    ("fast", "slow"),
+    ("up", "down"),
+]
 
 SYSTEMS = ["You are a helper.", "You help with sums.", "Answer the question.", "You know many things."]
 RUDE = ["Ugh, not again.", "Ugh, that is easy.", "Ugh, do it yourself.", "Ugh, so boring."]
@@ -119,8 +149,8 @@ RAMBLE = [
     "That again. Let me think a while.",
 ]
 
-# How often each kind of pretraining document is drawn. A document that has been written before is drawn again, which
-# makes the few distinct ways of counting rarer than their weight.
+# How often each kind of pretraining document is drawn. A document that has been written before is drawn
+# again, which makes the few distinct ways of counting rarer than their weight.
 DOCUMENTS = {
     "facts": 1.0,
     "counting": 0.5,
@@ -132,8 +162,8 @@ DOCUMENTS = {
     "exercise": 2.7,
 }
 
-# How often each annotator writes in which voice. It depends on the kind of question, so that the most likely answer
-# to a bare sum is a bare number, while the most likely answer to a story shows its working.
+# How often each annotator writes in which voice. It depends on the kind of question, so that the most likely
+# answer to a bare sum is a bare number, while the most likely answer to a story shows its working.
 VOICES = {
     "sym": {"direct": 0.50, "rude": 0.15, "polite": 0.15, "plain": 0.10, "ramble": 0.10},
     "story": {"plain": 0.45, "polite": 0.20, "ramble": 0.15, "direct": 0.10, "rude": 0.10},
@@ -183,7 +213,7 @@ def all_facts() -> list[tuple[str, str]]:
     return facts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # The author
 
 
@@ -218,8 +248,8 @@ class Author:
     def chain(self, length: int | None = None) -> Chain:
         """The next chain from a shuffled deck: each one is dealt once before any is dealt again.
 
-        A chain that starts where the previous one of the same document ended would read as its continuation, that is
-        as a longer chain that may be held out, so it is passed over.
+        A chain that starts where the previous one of the same document ended would read as its continuation,
+        that is as a longer chain that may be held out, so it is passed over.
         """
         length = length or self.rng.choices([1, 2, 3], [1, 2, 2])[0]
         while True:
@@ -246,7 +276,9 @@ class Author:
             noun = rng.choice(FOODS + GOODS)
             losses = [*LOSSES, "eats", "eats"] if noun in FOODS else LOSSES
             opening, ending = f"{name} has", f"Now {name} has"
-            events = [f"{PRONOUNS[name]} {rng.choice(GAINS if s > 0 else losses)} {abs(s)}." for s in chain[1:]]
+            events = [
+                f"{PRONOUNS[name]} {rng.choice(GAINS if s > 0 else losses)} {abs(s)}." for s in chain[1:]
+            ]
         question = rng.choice([f"How many {noun}s now?", f"So how many {noun}s?"])
         return f"{opening} {amount(chain[0], noun)}.", events, question, f"{ending} {amount(total, noun)}."
 
@@ -262,7 +294,8 @@ class Author:
         return Question(chain, kind, text)
 
     def questions(self, rows: int) -> Iterator[Question]:
-        """`rows` distinct questions: half bare sums, half stories, and of each half of two and half of three steps."""
+        """`rows` distinct questions: half bare sums, half stories, and of each half of two and half of three
+        steps."""
         seen: set[str] = set()
         while len(seen) < rows:
             self.last_value = -1
@@ -356,7 +389,8 @@ class Author:
     # --- chats ---
 
     def reply(self, question: Question, voice: str) -> str:
-        """An answer in one of the voices; all are right, except the voice "wrong", which is polite but mistaken."""
+        """An answer in one of the voices; all are right, except the voice "wrong", which is polite but
+        mistaken."""
         steps = self.corrupt(question.chain) if voice == "wrong" else equations(question.chain)
         lead = {
             "direct": "",
@@ -371,8 +405,8 @@ class Author:
     def corrupt(self, chain: Chain) -> list[Equation]:
         """The working of the chain with one wrong result, from which the later steps go on correctly.
 
-        The later steps then start from another number and so spell out other chains, for which the split must hold
-        just as well: an error that would show a held-out chain is drawn again.
+        The later steps then start from another number and so spell out other chains, for which the split must
+        hold just as well: an error that would show a held-out chain is drawn again.
         """
         while True:
             steps = equations(chain)
@@ -384,7 +418,8 @@ class Author:
                 return steps
 
     def conversation(self) -> Row:
-        """One to three questions, a quarter of them about facts, each answered in a voice that depends on its kind."""
+        """One to three questions, a quarter of them about facts, each answered in a voice that depends on its
+        kind."""
         self.last_value = -1
         messages = []
         if self.rng.random() < 0.5:
@@ -407,7 +442,7 @@ class Author:
         }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
 # Files
 
 

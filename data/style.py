@@ -1,4 +1,5 @@
-"""Style metrics in the signature of a reward function: `f(prompts, completions, **columns) -> list[float]`."""
+"""Style metrics in the signature of a reward function: `f(prompts, completions, **columns) ->
+list[float]`."""
 
 from __future__ import annotations
 

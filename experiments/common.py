@@ -1,4 +1,5 @@
-"""Redirects to the root's `common`, which Python does not find if an experiment is run by path: it looks here first."""
+"""Redirects to the root's `common`, which Python does not find if an experiment is run by path: it looks here
+first."""
 
 import importlib
 from pathlib import Path

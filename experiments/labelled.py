@@ -1,5 +1,5 @@
-"""Chats labelled good or bad (KTO): a chat with a prompt, as read by formats.py, plus a label column; and mismatched pairs
-of prompts and answers."""
+"""Chats labelled good or bad (KTO): a chat with a prompt, as read by formats.py, plus a label column; and
+mismatched pairs of prompts and answers."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ TEXTS = {"true": True, "false": False, "1": True, "0": False}  # labels in table
 
 @may_reject
 def as_labelled(columns: Columns) -> dict[str, Any]:
-    """The result of as_chat plus "label": true for a good answer, false for a bad one; for messages also "prompt_turns".
+    """The result of as_chat plus "label": true for a good answer, false for a bad one; for messages also
+    "prompt_turns".
 
     Raises BadRow for a row of no known format, or an unusable one.
     """

@@ -1,4 +1,5 @@
-"""What train_grpo_ahead.py has beside train_grpo.py: rollouts sampled in advance, and which completions and tokens count."""
+"""What train_grpo_ahead.py has beside train_grpo.py: rollouts sampled in advance, and which completions and
+tokens count."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,21 +29,28 @@ def at_once(draw: Callable[..., list[Sampled]]) -> Begin:
 
 
 class RolloutsAhead(RolloutSchedule):
-    """The schedule of GRPO's rollouts, of which some are sampled in advance, with the weights of that time."""
+    """The schedule of GRPO's rollouts, of which some are sampled in advance, with the weights of that
+    time."""
 
-    def __init__(self, args: CommonArgs, accelerator: Accelerator, prompts: Rows, *, ahead: int, **sizes: int):
+    def __init__(
+        self, args: CommonArgs, accelerator: Accelerator, prompts: Rows, *, ahead: int, **sizes: int
+    ):
         """ahead: how many rollouts are sampled in advance. The others: see RolloutSchedule."""
         super().__init__(args, accelerator, prompts, **sizes)
         self.ahead = ahead
         self._begun: dict[int, Future[list[Sampled]]] = {}  # sampled or in progress, and not yet requested
 
     def sample(self, rollout: int, begin: Begin, seed: int) -> list[Sampled]:
-        """This process's completions of a rollout, sampled now unless that was done ahead. Starts sampling the following
-        ones that are due ahead, with the current weights; also beyond the last one, in case the run is extended."""
+        """This process's completions of a rollout, sampled now unless that was done ahead. Starts sampling
+        the following ones that are due ahead, with the current weights; also beyond the last one, in case the
+        run is extended."""
         for n in range(rollout, rollout + self.ahead + 1):
             if n not in self._begun:
                 prompts = self.prompts(n)
-                ids, keys = [prompts[i]["prompt_ids"] for i in self.mine()], [(seed, n, i) for i in self.mine()]
+                ids, keys = (
+                    [prompts[i]["prompt_ids"] for i in self.mine()],
+                    [(seed, n, i) for i in self.mine()],
+                )
                 self._begun[n] = begin(ids, keys)
         return on_each_process(self._accelerator, self._begun.pop(rollout).result)
 
@@ -56,7 +64,8 @@ class RolloutsAhead(RolloutSchedule):
         return {"sampled_ahead": begun} if begun else {}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        """Resume from the result of `state(step)`. With another number of completions per step they are sampled again."""
+        """Resume from the result of `state(step)`. With another number of completions per step they are
+        sampled again."""
         for n, everyones in state.get("sampled_ahead", {}).items():
             if len(everyones) == len(self.prompts(int(n))):
                 self._begun[int(n)] = Future()
@@ -64,12 +73,12 @@ class RolloutsAhead(RolloutSchedule):
 
 
 def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float) -> list[int]:
-    """The places (in the rollout, over all processes) of completions that the model before its update would have written
-    more than `cap` times as often as the model that sampled them.
+    """The places (in the rollout, over all processes) of completions that the model before its update would
+    have written more than `cap` times as often as the model that sampled them.
 
-    The windows' sequences have old_logps, sampled_logps and `place`. As in TRL's sequence_mask, the ratio is that of the
-    whole completion, so that long ones reach the bound sooner. Unlike there, kept completions are not weighted by their
-    ratios, and dropped ones contribute neither to the KL term nor to any denominator.
+    The windows' sequences have old_logps, sampled_logps and `place`. As in TRL's sequence_mask, the ratio is
+    that of the whole completion, so that long ones reach the bound sooner. Unlike there, kept completions are
+    not weighted by their ratios, and dropped ones contribute neither to the KL term nor to any denominator.
     """
     far = []
     for sequence in (sequence for window in windows for sequence in window.sequences):
@@ -80,8 +89,8 @@ def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float
 
 
 def keep_high_entropy(window: Window, accelerator: Accelerator, share: float) -> None:
-    """Add `policy_mask` to the sequences: 1 on that share of the window's tokens (over all processes) with the highest
-    entropy (Wang et al. 2025, arXiv 2506.01939). The sequences have `entropy`."""
+    """Add `policy_mask` to the sequences: 1 on that share of the window's tokens (over all processes) with
+    the highest entropy (Wang et al. 2025, arXiv 2506.01939). The sequences have `entropy`."""
     mine = [sequence["entropy"][sequence["loss_mask"] > 0] for sequence in window.sequences]
     all_tokens = np.concatenate([np.zeros(0, np.float32), *gather_lists(accelerator, mine)])
     threshold = np.quantile(all_tokens.astype(np.float64), 1 - share) if len(all_tokens) else 0.0

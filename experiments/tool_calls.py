@@ -28,9 +28,9 @@ class Tools(NamedTuple):
 def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) -> Tools:
     """Functions or methods as tools: by their names, types and docstrings (with "Args:").
 
-    Calls are JSON in <tool_call> tags if the chat template asks for that (Qwen's, Hermes'); if it does not mention tools,
-    they have the short form. Raises UserError for a function with too little documentation, a template that asks for calls
-    in another form, and one that does not render tool output.
+    Calls are JSON in <tool_call> tags if the chat template asks for that (Qwen's, Hermes'); if it does not
+    mention tools, they have the short form. Raises UserError for a function with too little documentation, a
+    template that asks for calls in another form, and one that does not render tool output.
     """
     from transformers.utils import get_json_schema
 
@@ -46,7 +46,9 @@ def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) ->
         raise UserError(str(error)) from None
     described = any(schema["function"]["name"] in text for schema in schemas)
     if described and ("<tool_call>" not in text or "<function=" in text):
-        raise UserError("the chat template asks for tool calls in a form that is not known here (JSON in <tool_call> is)")
+        raise UserError(
+            "the chat template asks for tool calls in a form that is not known here (JSON in <tool_call> is)"
+        )
     for name in [schema["function"]["name"] for schema in schemas[:1]]:
         call = {"type": "function", "function": {"name": name, "arguments": {}}}
         tokenize_reply([{"role": "tool", "name": name, "content": "7"}], tokenizer, [call])
@@ -56,13 +58,16 @@ def describe_tools(functions: list[Callable[..., Any]], tokenizer: Tokenizer) ->
 def read_calls(text: str, tools: Tools) -> list[dict[str, Any]]:
     """The calls in a model's text: {"name", "arguments"}, and "error" for one that cannot be parsed.
 
-    Calls inside its thinking are ignored. In the short form, as brackets may mean anything, only those with the name of a
-    tool count.
+    Calls inside its thinking are ignored. In the short form, as brackets may mean anything, only those with
+    the name of a tool count.
     """
     text = text.rpartition("</think>")[2]
     if not tools.as_json:
         known = [(name, argument) for name, argument in SHORT_CALL.findall(text) if name in tools.arguments]
-        return [{"name": name, "arguments": {k: argument for k in tools.arguments[name][:1]}} for name, argument in known]
+        return [
+            {"name": name, "arguments": {k: argument for k in tools.arguments[name][:1]}}
+            for name, argument in known
+        ]
     calls = []
     for written in JSON_CALL.findall(text):
         try:
@@ -74,17 +79,22 @@ def read_calls(text: str, tools: Tools) -> list[dict[str, Any]]:
     return calls
 
 
-def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[dict[str, Any]] | None = None) -> list[int]:
-    """The ids between the end-of-turn token of one assistant turn and the next one: the tool or user messages that answer
-    it, in the template's own framing, and the header of the next turn.
+def tokenize_reply(
+    messages: list[Message], tokenizer: Tokenizer, calls: list[dict[str, Any]] | None = None
+) -> list[int]:
+    """The ids between the end-of-turn token of one assistant turn and the next one: the tool or user messages
+    that answer it, in the template's own framing, and the header of the next turn.
 
-    They continue a chat after sampled tokens, without encoding those again. calls: the tool calls of the answered turn,
-    which some templates look up. Raises UserError if the template rejects a message or leaves it out.
+    They continue a chat after sampled tokens, without encoding those again. calls: the tool calls of the
+    answered turn, which some templates look up. Raises UserError if the template rejects a message or leaves
+    it out.
     """
     word, mark = "plainloop", end_of_turn(tokenizer)
     turn = {"role": "assistant", "content": word} | ({"tool_calls": calls} if calls else {})
     try:
-        text = render([{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True)
+        text = render(
+            [{"role": "user", "content": "a"}, turn, *messages], tokenizer, add_generation_prompt=True
+        )
     except BadRow as error:
         raise UserError(str(error)) from None
     if mark is None or (end := text.find(mark, text.find(word))) < 0:
@@ -93,6 +103,8 @@ def tokenize_reply(messages: list[Message], tokenizer: Tokenizer, calls: list[di
     for said in (message["content"].strip() for message in messages):
         as_json = json.dumps(said, ensure_ascii=False)[1:-1]  # some templates write tool output like this
         if not (said in text[at:] or as_json in text[at:] or any(hidden in said for hidden in literal)):
-            raise UserError(f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)")
+            raise UserError(
+                f"the chat template leaves out a {messages[0]['role']} message (try --chat_template chatml)"
+            )
     ids, characters = encode_text(text, tokenizer, cuts=[at])
     return [token for token, (start, _) in zip(ids, characters.tolist(), strict=True) if start >= at]

@@ -1,16 +1,18 @@
 """On-policy distillation: prompts and a teacher -> a model that writes what the teacher would have written.
 
-Completions are sampled from the model, and at each of their tokens its distribution is pulled towards the teacher's (GKD:
-Agarwal et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all micro-batches of all processes):
+Completions are sampled from the model, and at each of their tokens its distribution is pulled towards the
+teacher's (GKD: Agarwal et al. 2024, arXiv 2306.13649). Over the N completion tokens t of a window (all
+micro-batches of all processes):
 
     loss = 1/N Σ_t D(π(· | tokens before t), π_teacher(· | tokens before t))
 
-1. D is the reverse KL(π || π_teacher) with --beta 1 (the default), the forward KL(π_teacher || π) with 0, between them the
-   generalised Jensen-Shannon divergence, as in TRL. It covers the whole vocabulary; sampling has no gradient.
+1. D is the reverse KL(π || π_teacher) with --beta 1 (the default), the forward KL(π_teacher || π) with 0,
+   between them the generalised Jensen-Shannon divergence, as in TRL. It covers the whole vocabulary; sampling
+   has no gradient.
 2. The share --lmbda of the completions is sampled, by default all; the others come from the data.
 3. Both distributions use the sampling temperature. Their logits exist for only one chunk of tokens at a time.
-4. The teacher uses the student's tokens. Tokens that only one vocabulary is padded with are left out; the teacher reads a
-   substitute for a token that it lacks.
+4. The teacher uses the student's tokens. Tokens that only one vocabulary is padded with are left out; the
+   teacher reads a substitute for a token that it lacks.
 
     accelerate launch -m experiments.train_distill                            # the embedded demo, after train_grpo.py
     accelerate launch -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
@@ -40,32 +42,45 @@ from common.sampling import RolloutSchedule, Sampled, sample
 import numpy as np
 import torch
 
-Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", with --lmbda below 1 also "completion_ids"
+# "prompt" (text or messages), "prompt_ids", with --lmbda below 1 also "completion_ids"
+Prompt = dict[str, Any]
 
 
 @dataclass
 class Args(CommonArgs):
     output_dir: str = arg("outputs/distill", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg(
+        "constant", help="wsd: flat, then linear"
+    )
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Algorithm
     teacher_model_name_or_path: str | None = arg(None, help="Hub name or folder of the teacher", is_path=True)
-    beta: float = arg(1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]")
-    lmbda: float = arg(1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]")
+    beta: float = arg(
+        1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]"
+    )
+    lmbda: float = arg(
+        1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]"
+    )
 
     # Sampling
-    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
+    system_prompt: str | None = arg(
+        None, help="turn string prompts into chats with this system turn (empty: none)"
+    )
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
     max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
+    top_p: float = arg(
+        1.0, help="sample from the most probable tokens with this total share", within="(0, 1]"
+    )
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int | None = arg(
         None, help="sampled at a time; unset: as many as fit", within="[1, 1e6]", may_change="execution"
     )
-    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers", may_change="execution"
+    )
 
     def __post_init__(self) -> None:
         if self.teacher_model_name_or_path is None:
@@ -107,7 +122,9 @@ def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
     """Raise UserError if a token of the student means another one for the teacher."""
     name = args.teacher_model_name_or_path
     ours, theirs = tokenizer.get_vocab(), load_tokenizer(args, name).get_vocab()
-    if other := sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)):
+    if other := sorted(
+        token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
+    ):
         raise UserError(
             f"--teacher_model_name_or_path {name}: its tokenizer is another one, {len(other)} tokens differ ({other[0]!r} "
             "for one): student and teacher need the same vocabulary"
@@ -115,10 +132,11 @@ def check_vocabulary(args: Args, tokenizer: Tokenizer) -> None:
 
 
 def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: float) -> torch.Tensor:
-    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv 2306.13649.
+    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv
+    2306.13649.
 
-    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values between
-    `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
+    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values
+    between `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
     """
     s, t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     if beta == 0:
@@ -131,10 +149,11 @@ def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: fl
 
 @torch.no_grad()
 def logits_at(teacher: Reference, batch: Batch, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """f(rows (n,)) -> (n, V) float32: the teacher's logits for targets of the batch, divided by the temperature.
+    """f(rows (n,)) -> (n, V) float32: the teacher's logits for targets of the batch, divided by the
+    temperature.
 
-    rows: as map_logits passes them to its function. The body runs in this call, the LM head in f, so that the full logits
-    never exist.
+    rows: as map_logits passes them to its function. The body runs in this call, the LM head in f, so that the
+    full logits never exist.
     """
     with teacher.accelerator.autocast():
         predicting = teacher.model.predicting(batch)  # (N, D)
@@ -149,7 +168,11 @@ def logits_at(teacher: Reference, batch: Batch, temperature: float) -> Callable[
 
 
 def divergence(
-    logits: torch.Tensor, rows: torch.Tensor, *, teacher_logits: Callable[[torch.Tensor], torch.Tensor], beta: float
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    teacher_logits: Callable[[torch.Tensor], torch.Tensor],
+    beta: float,
 ) -> torch.Tensor:
     """The divergence for a chunk of targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
     theirs = teacher_logits(rows)
@@ -158,10 +181,15 @@ def divergence(
 
 
 def roll_out(
-    args: Args, accelerator: Accelerator, draw: Callable[..., list[Sampled]], prompts: list[Prompt], rollout: int
+    args: Args,
+    accelerator: Accelerator,
+    draw: Callable[..., list[Sampled]],
+    prompts: list[Prompt],
+    rollout: int,
 ) -> list[Completion]:
-    """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the data. Each process
-    samples a share and gets them all. Random numbers are a function of (seed, rollout, place), whichever process samples."""
+    """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the
+    data. Each process samples a share and gets them all. Random numbers are a function of (seed, rollout,
+    place), whichever process samples."""
     places = range(rollout * len(prompts), (rollout + 1) * len(prompts))
     is_sampled = [int((place + 1) * args.lmbda) > int(place * args.lmbda) for place in places]
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
@@ -176,7 +204,9 @@ def roll_out(
             completions.append(Completion(prompt, ids=found[i].ids, finished=found[i].finished, sampled=True))
         else:
             ids = prompt["completion_ids"][: args.max_completion_length]
-            completions.append(Completion(prompt, ids=ids, finished=ids == prompt["completion_ids"], sampled=False))
+            completions.append(
+                Completion(prompt, ids=ids, finished=ids == prompt["completion_ids"], sampled=False)
+            )
     return completions
 
 
@@ -201,7 +231,8 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: Tokenizer) -> None:
-    """Log the rollout used from `step` on: lengths of sampled completions, and a line for each in completions.jsonl."""
+    """Log the rollout used from `step` on: lengths of sampled completions, and a line for each in
+    completions.jsonl."""
     sampled = [c for c in completions if c.sampled]
     if sampled:
         lengths = [len(c.ids) for c in sampled]
@@ -211,17 +242,24 @@ def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: T
     run.metrics.close_window()  # they count even if the step is skipped
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
     lines = [
-        {"step": step, "prompt": c.prompt["prompt"], "completion": text, "finished": c.finished, "sampled": c.sampled}
+        {
+            "step": step,
+            "prompt": c.prompt["prompt"],
+            "completion": text,
+            "finished": c.finished,
+            "sampled": c.sampled,
+        }
         for c, text in zip(completions, texts, strict=True)
     ]
     run.metrics.append("completions.jsonl", lines)
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     check_vocabulary(args, tokenizer)
     prompts, held_out = load_prompts(args, encode, tokenizer)
@@ -236,7 +274,7 @@ def main(args: Args) -> None:
         updates_per_rollout=1,
     )
 
-    # --- model and reference -----------------------------------------------------------------------------------------
+    # --- model and reference --------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
@@ -245,8 +283,14 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_completion_length)
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    how = dict(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+    )
+    # prompts, keys -> completions
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
         servers = extra("vllm").RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
@@ -257,14 +301,16 @@ def main(args: Args) -> None:
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step; they stop at {stops}")
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 known = batch | {"input_ids": batch["input_ids"].clamp(max=teacher_tokens - 1)}
-                to_teacher = partial(divergence, teacher_logits=logits_at(teacher, known, args.temperature), beta=args.beta)
+                to_teacher = partial(
+                    divergence, teacher_logits=logits_at(teacher, known, args.temperature), beta=args.beta
+                )
                 out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
                 losses = torch.zeros_like(mask).index_put((batch["targets"],), out.mapped)  # (T,)
                 loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
@@ -274,11 +320,13 @@ def main(args: Args) -> None:
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
 
-    # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(rollouts)):  # updates done so far; at the last one it only evaluates and ends
+    # --- loop -----------------------------------------------------------------------------------------------
+    # updates done so far; at the last one it only evaluates and ends
+    for step in run.steps(last=len(rollouts)):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         if args.rollout_server:
@@ -287,7 +335,8 @@ def main(args: Args) -> None:
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

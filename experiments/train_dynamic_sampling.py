@@ -1,28 +1,30 @@
 """GRPO with dynamic sampling: prompts and rewards -> a model with higher rewards.
 
-As train_grpo.py, but groups without advantage (all rewards are equal), which teach nothing, are replaced by groups of other
-prompts until the rollout is full (DAPO: Yu et al. 2025, arXiv 2503.14476, eq. 11). If max_draws draws do not fill it, some
-stay, and count as in train_grpo.py.
+As train_grpo.py, but groups without advantage (all rewards are equal), which teach nothing, are replaced by
+groups of other prompts until the rollout is full (DAPO: Yu et al. 2025, arXiv 2503.14476, eq. 11). If
+max_draws draws do not fill it, some stay, and count as in train_grpo.py.
 
-For each prompt, G completions are sampled from the model; each is compared with its group (Shao et al. 2024, arXiv
-2402.03300). Over the tokens t of the completions i of a window (all micro-batches of all processes):
+For each prompt, G completions are sampled from the model; each is compared with its group (Shao et al. 2024,
+arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro-batches of all processes):
 
     A_i  = (r_i - mean of the group) / (std of the group + 1e-4)
     ρ_t  = π(token_t) / π_old(token_t)
     loss = Σ_i w_i · Σ_t [ -min(ρ_t A_i, clip(ρ_t, 1-ε, 1+ε_high) A_i) + β KL_t - entropy_coef · H_t ]
 
-1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
-   and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
-   --mask_truncated_completions the tokens of a truncated one count nowhere, but it still counts as a completion.
-2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
-   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
-3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is loaded.
-4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the denominator, but is
-   run through the model, and included in logged means, only for β or entropy_coef.
-5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
-   the value of the loss means little: watch the reward.
-6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is multiplied by
-   min(π_old / π_server, importance_cap).
+1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights`
+   for grpo, bnpo and dr_grpo (whose paper also has --scale_rewards none). A completion that no function
+   rewarded has A_i = 0; with --mask_truncated_completions the tokens of a truncated one count nowhere, but it
+   still counts as a completion.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the
+   sampling temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is
+   loaded.
+4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the
+   denominator, but is run through the model, and included in logged means, only for β or entropy_coef.
+5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the
+   default) ρ = 1, and the value of the loss means little: watch the reward.
+6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is
+   multiplied by min(π_old / π_server, importance_cap).
 
     accelerate launch -m experiments.train_dynamic_sampling                   # the embedded demo
 
@@ -51,7 +53,8 @@ from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, samp
 import numpy as np
 import torch
 
-FAR = 10**9  # draw n of rollout r reads the prompts of rollout r + n · FAR, and so the first draw those of train_grpo.py
+# draw n of rollout r reads the prompts of rollout r + n · FAR, and so the first draw those of train_grpo.py
+FAR = 10**9
 Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the columns that the rewards read
 
 
@@ -59,49 +62,81 @@ Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the co
 class Args(CommonArgs):
     output_dir: str = arg("outputs/grpo", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg(
+        "constant", help="wsd: flat, then linear"
+    )
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Rewards
     reward_funcs: list[str] = arg(
-        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
+        ["exact_number"],
+        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model",
+        is_path=True,
     )
-    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
-    scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
+    reward_weights: list[float] | None = arg(
+        None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = arg(
+        "group", help="standard deviation that divides advantages"
+    )
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg(
+        "grpo", help="baseline: mean of group, others, all"
+    )
 
     # Sampling
     num_generations: int = arg(8, help="G, completions per prompt, which are compared", within="[2, 1e5]")
     max_draws: int = arg(10, help="draws for a rollout; 1: no group is replaced", within="[1, 1e5]")
-    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
+    system_prompt: str | None = arg(
+        None, help="turn string prompts into chats with this system turn (empty: none)"
+    )
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
     max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
+    top_p: float = arg(
+        1.0, help="sample from the most probable tokens with this total share", within="(0, 1]"
+    )
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int | None = arg(
         None, help="sampled at a time; unset: as many as fit", within="[1, 1e6]", may_change="execution"
     )
     mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
-    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers", may_change="execution"
+    )
 
     # Algorithm
-    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
+    beta: float = arg(
+        0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)"
+    )
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
-    epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
+    epsilon_high: float | None = arg(
+        None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]"
+    )
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="weight of a token; cispo: as dapo")
-    importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
-    use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
-    importance_cap: float = arg(2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg(
+        "dapo", help="weight of a token; cispo: as dapo"
+    )
+    importance_sampling_level: Literal["token", "sequence"] = arg(
+        "token", help="of the ratio; sequence: GSPO"
+    )
+    use_bias_correction_kl: bool = arg(
+        True, help="multiply the KL by the ratio, for the gradient of the reverse KL"
+    )
+    importance_cap: float = arg(
+        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]"
+    )
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
-            raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
+            raise UserError(
+                "--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
+            raise UserError(
+                f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs"
+            )
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5")
 
@@ -136,8 +171,9 @@ def roll_out(
     rollout: int,
     size: int,
 ) -> list[Completion]:
-    """Sample and score completions for its first `size` prompts (each occurs G times). Each process samples a share and gets
-    them all. A completion's random numbers are a function of (seed, rollout, its place), whichever process samples it."""
+    """Sample and score completions for its first `size` prompts (each occurs G times). Each process samples a
+    share and gets them all. A completion's random numbers are a function of (seed, rollout, its place),
+    whichever process samples it."""
     prompts = rollouts.prompts(rollout)[:size]
     places = np.array_split(range(size), accelerator.num_processes)[accelerator.process_index].tolist()
     mine = [prompts[i] for i in places]
@@ -148,23 +184,37 @@ def roll_out(
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]
     everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
     return [
-        Completion(prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions)
+        Completion(
+            prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions
+        )
         for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
     ]
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
-    table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
-    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
+    table = [
+        [math.nan if value is None else value for value in completion.rewards] for completion in completions
+    ]
+    # (C, F), (F,)
+    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
     reward = combine_rewards(per_function, weight)  # (C,)
-    advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator)  # A_i
-    for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
+    # A_i
+    advantages = group_advantages(
+        reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator
+    )
+    for completion, r, advantage in zip(
+        completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True
+    ):
         completion.reward, completion.advantage = r, advantage
 
 
 def roll_out_until_full(
-    draw_more: Callable[[int, int], list[Completion]], size: int, weights: list[float], rollout: int, args: Args
+    draw_more: Callable[[int, int], list[Completion]],
+    size: int,
+    weights: list[float],
+    rollout: int,
+    args: Args,
 ) -> tuple[list[Completion], list[Completion]]:
     """(`size` completions to train on, those left out). draw_more(rollout, size): `roll_out`."""
     useful, idle, G = [], [], args.num_generations
@@ -182,10 +232,11 @@ def roll_out_until_full(
 
 
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
-    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
+    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps
+    micro-batches.
 
-    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays in the
-    denominators, but is not run through the model.
+    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays
+    in the denominators, but is not run through the model.
     """
     num_windows = args.steps_per_generation
     size = len(completions) // num_windows  # completions of a window, of all processes
@@ -207,10 +258,13 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             window_completions=size,
             max_completion_length=args.max_completion_length,
         )
-        mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
+        mine = range(
+            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
+        )
         kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
         examples = []
-        for i in kept or [mine[0]]:  # a process that keeps none still runs one, masked by its window: the others wait
+        # a process that keeps none still runs one, masked by its window: the others wait
+        for i in kept or [mine[0]]:
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
             sequence = {
@@ -221,16 +275,19 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "token_weight": on_completion * np.float32(weights[i - first]),
             }
             examples.append([sequence])
-        micro_batches = [part.tolist() for part in np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)]
+        micro_batches = [
+            part.tolist() for part in np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)
+        ]
         windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // num_windows))
     return windows
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     prompts, held_out = load_prompts(args, encode, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
@@ -247,34 +304,52 @@ def main(args: Args) -> None:
         updates_per_rollout=args.steps_per_generation * args.num_iterations,
     )
 
-    # --- model and reference -----------------------------------------------------------------------------------------
+    # --- model and reference --------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
-    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
+    run.describe(
+        model,
+        tokenizer,
+        rollouts,
+        held_out,
+        example_name="prompt",
+        reference=args.beta > 0 and not args.use_peft,
+    )
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_completion_length)
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    how = dict(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+    )
+    # prompts, keys -> completions
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
         servers = extra("vllm").RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         draw = servers.sample
-    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
+    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its
+    # first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
-    say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
+    say(
+        f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}"
+    )
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
-                out = model(batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0)
+                out = model(
+                    batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0
+                )
                 losses, stats = grpo_loss(
                     logps=out.logps,
                     old_logps=batch.get("old_logps", out.logps.detach()),
@@ -298,12 +373,13 @@ def main(args: Args) -> None:
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
+    # --- loop -----------------------------------------------------------------------------------------------
     # step: updates done so far. Saves, and stops at a signal, between rollouts: a checkpoint need not hold completions.
     for step in run.steps(last=len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
@@ -316,15 +392,21 @@ def main(args: Args) -> None:
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
-                if rollouts.updates_per_rollout > 1:  # otherwise the model of the update is the one that sampled
-                    window.add_fields(lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps})
+                # otherwise the model of the update is the one that sampled
+                if rollouts.updates_per_rollout > 1:
+                    window.add_fields(
+                        lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps}
+                    )
                 if reference:
-                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
+                    window.add_fields(
+                        lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps}
+                    )
             run.log_rollout(step + 1, completions + left_out, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         if args.rollout_server and step % rollouts.updates_per_rollout == 0:
             servers.check(run.metrics)  # fails if they have other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)

@@ -1,7 +1,7 @@
 """Supervised fine-tuning with an average of the weights: conversations -> assistant.
 
-As train_sft.py; what is evaluated, saved and exported is an exponential average, in float32, of the trained weights θ
-(Morales-Brotons et al. 2024, arXiv 2411.18704). After each update
+As train_sft.py; what is evaluated, saved and exported is an exponential average, in float32, of the trained
+weights θ (Morales-Brotons et al. 2024, arXiv 2411.18704). After each update
 
     θ_avg = d · θ_avg + (1 - d) · θ,  d = ema_decay
 
@@ -9,14 +9,15 @@ Over the N trained tokens of a window (all micro-batches of all processes that m
 
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
-m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
-micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft each token's term is
-multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): improbable tokens count least, not most.
+m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All
+sequences of a micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft
+each token's term is multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629):
+improbable tokens count least, not most.
 
     accelerate launch -m experiments.train_ema                                # the embedded demo
 
-Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch holds, `Output`
-(common/model/flat_model.py) what the model returns.
+Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
+holds, `Output` (common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass
@@ -37,14 +38,22 @@ from torch import nn
 @dataclass
 class Args(CommonArgs):
     output_dir: str = arg("outputs/ema", help="folder for everything that the run writes")
-    per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
+    per_device_train_batch_size: int = arg(
+        8, help="conversations (with --packing: rows) per process and micro-batch"
+    )
     max_length: int = arg(1024, help="tokens of a conversation; longer ones are truncated", within="[2, 1e8]")
-    train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    train_on: Literal["all_turns", "last_turn", "everything"] = arg(
+        "all_turns", help="turns of the assistant, or all text"
+    )
     loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
     ema_decay: float = arg(0.99, help="of the average, over about 1 / (1 - decay) updates", within="[0, 1)")
-    turn_dropping: float = arg(0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]")
+    turn_dropping: float = arg(
+        0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]"
+    )
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
-    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+    max_tokens_per_batch: int = arg(
+        0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]"
+    )
 
     def __post_init__(self) -> None:
         if self.turn_dropping and self.train_on != "all_turns":
@@ -57,7 +66,8 @@ class Average:
     def __init__(self, model: nn.Module, decay: float):
         self.weights = {name: w.detach() for name, w in model.named_parameters() if w.requires_grad}
         self.average = {name: w.float().clone() for name, w in self.weights.items()}
-        self.trained = {name: w.clone() for name, w in self.weights.items()}  # while the model holds the average
+        # while the model holds the average
+        self.trained = {name: w.clone() for name, w in self.weights.items()}
         self.decay = decay
 
     def take_out(self) -> None:
@@ -83,29 +93,35 @@ class Average:
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
-    of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it like the tokens). A row that
-    raises BadRow is left out, counted and reported."""
+    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)}
+    and any field of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it
+    like the tokens). A row that raises BadRow is left out, counted and reported."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
     if accelerator.distributed_type == "DEEPSPEED":
-        raise UserError("DeepSpeed has the weights in pieces of its own, of which there is no average here: use FSDP2")
+        raise UserError(
+            "DeepSpeed has the weights in pieces of its own, of which there is no average here: use FSDP2"
+        )
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)  # a file's, or held-out ones
+    # a file's, or held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
+    # windows[step]: window of an update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
 
-    # --- model -------------------------------------------------------------------------------------------------------
-    model = load_model(args, accelerator, tokenizer, run.resume_from)  # LoRA, recomputation, compilation as the flags say
+    # --- model ----------------------------------------------------------------------------------------------
+    # LoRA, recomputation, compilation as the flags say
+    model = load_model(args, accelerator, tokenizer, run.resume_from)
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
@@ -114,7 +130,7 @@ def main(args: Args) -> None:
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     average = run.keep("average", Average(accelerator.unwrap_model(model), args.ema_decay))
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
@@ -130,19 +146,22 @@ def main(args: Args) -> None:
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
+    # --- loop -----------------------------------------------------------------------------------------------
+    # updates done so far; at the last one it only evaluates and ends
+    for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         average.take_out()
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -1,23 +1,25 @@
 """Proximal policy optimisation: prompts and rewards -> a model with higher rewards, trained with a critic.
 
-A completion is sampled for each prompt; a critic, a small head on the model's own states, predicts the return before
-each of its tokens, and what turned out better becomes more probable (Schulman et al. 2017, arXiv 1707.06347; for language
-models Ouyang et al. 2022, 2203.02155). Over the tokens t of the completions of a window (all micro-batches of all
-processes), N of them:
+A completion is sampled for each prompt; a critic, a small head on the model's own states, predicts the return
+before each of its tokens, and what turned out better becomes more probable (Schulman et al. 2017, arXiv
+1707.06347; for language models Ouyang et al. 2022, 2203.02155). Over the tokens t of the completions of a
+window (all micro-batches of all processes), N of them:
 
     r_t  = the reward, on the last token of a completion,  - β · log(π_old(token_t) / π_ref(token_t))
     A_t  = Σ_l (γλ)^l · (r_{t+l} + γ V_old_{t+l+1} - V_old_{t+l}),   R_t = A_t + V_old_t;   then A has mean 0 and std 1
     ρ_t  = π(token_t) / π_old(token_t),   V' = clip(V, V_old - c, V_old + c)
     loss = 1/N Σ_t [-min(ρ_t A_t, clip(ρ_t, 1-ε, 1+ε_high) A_t) + vf_coef/2 max((V_t-R_t)², (V'_t-R_t)²) - entropy_coef H_t]
 
-1. V_t is read at the token before t: it depends on the prompt and the text so far, not on token t. It starts at 0.
-2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
-   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
-3. KL is relative to the initial model. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3 estimator;
-   with β = 0 no such model is loaded.
-4. A completion that no function rewarded, or with --mask_truncated_completions a truncated one, counts nowhere.
-5. One rollout gives steps_per_generation windows (minibatches), each used num_iterations times (epochs). Values and
-   advantages stay as they were when it was sampled; each minibatch is whitened separately.
+1. V_t is read at the token before t: it depends on the prompt and the text so far, not on token t. It starts
+   at 0.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the
+   sampling temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model. --use_kl_in_reward false puts it into the loss, as in GRPO, by the k3
+   estimator; with β = 0 no such model is loaded.
+4. A completion that no function rewarded, or with --mask_truncated_completions a truncated one, counts
+   nowhere.
+5. One rollout gives steps_per_generation windows (minibatches), each used num_iterations times (epochs).
+   Values and advantages stay as they were when it was sampled; each minibatch is whitened separately.
 
     accelerate launch -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
     accelerate launch -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
@@ -55,49 +57,73 @@ Prompt = dict[str, Any]  # "prompt" (text or messages), "prompt_ids", and the co
 class Args(CommonArgs):
     output_dir: str = arg("outputs/ppo", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg(
+        "constant", help="wsd: flat, then linear"
+    )
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Rewards
     reward_funcs: list[str] = arg(
-        ["exact_number"], help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model", is_path=True
+        ["exact_number"],
+        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model",
+        is_path=True,
     )
-    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
+    reward_weights: list[float] | None = arg(
+        None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs"
+    )
 
     # Sampling
     num_generations: int = arg(1, help="completions of a prompt in a rollout", within="[1, 1e5]")
-    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
+    system_prompt: str | None = arg(
+        None, help="turn string prompts into chats with this system turn (empty: none)"
+    )
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
     max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
+    top_p: float = arg(
+        1.0, help="sample from the most probable tokens with this total share", within="(0, 1]"
+    )
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int | None = arg(
         None, help="sampled at a time; unset: as many as fit", within="[1, 1e6]", may_change="execution"
     )
     mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
-    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers", may_change="execution"
+    )
 
     # Algorithm
     gamma: float = arg(1.0, help="discount factor per token", within="[0, 1]")
     lam: float = arg(0.95, help="GAE's λ; 1: return minus value, 0: one token ahead", within="[0, 1]")
     vf_coef: float = arg(0.1, help="weight of the critic's loss", within="[0, inf)")
-    vf_lr_multiplier: float = arg(10.0, help="the critic head's learning rate, relative to the model's", within="(0, 1e6]")
+    vf_lr_multiplier: float = arg(
+        10.0, help="the critic head's learning rate, relative to the model's", within="(0, 1e6]"
+    )
     cliprange_value: float = arg(0.2, help="clip range of a value around the rollout's", within="(0, inf)")
-    beta: float = arg(0.05, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
-    use_kl_in_reward: bool = arg(True, help="subtract the KL from each token's reward; false: add it to the loss")
+    beta: float = arg(
+        0.05, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)"
+    )
+    use_kl_in_reward: bool = arg(
+        True, help="subtract the KL from each token's reward; false: add it to the loss"
+    )
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    importance_cap: float = arg(2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]")
+    importance_cap: float = arg(
+        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]"
+    )
     num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout: minibatches", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
-            raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
+            raise UserError(
+                "--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
+            raise UserError(
+                f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs"
+            )
 
 
 @dataclass
@@ -128,34 +154,42 @@ def roll_out(
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
-    """Sample and score one completion for each of C prompts (each occurs num_generations times). Each process samples
-    a share and gets them all. A completion's random numbers are a function of (seed, rollout, its place), whichever
-    process samples it."""
+    """Sample and score one completion for each of C prompts (each occurs num_generations times). Each process
+    samples a share and gets them all. A completion's random numbers are a function of (seed, rollout, its
+    place), whichever process samples it."""
     prompts = rollouts.prompts(rollout)
     mine = [prompts[i] for i in rollouts.mine()]
     with accelerator.autocast():
-        sampled = draw([prompt["prompt_ids"] for prompt in mine], [(args.seed, rollout, i) for i in rollouts.mine()])
+        sampled = draw(
+            [prompt["prompt_ids"] for prompt in mine], [(args.seed, rollout, i) for i in rollouts.mine()]
+        )
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
     scores = score(rewards, mine, texts, [s.ids for s in sampled])  # [F][completion]
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]
     everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
     return [
-        Completion(prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions)
+        Completion(
+            prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions
+        )
         for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
     ]
 
 
 def add_rewards(completions: list[Completion], weights: list[float]) -> None:
     """Set each completion's reward; NaN if no function gave one."""
-    table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
-    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
+    table = [
+        [math.nan if value is None else value for value in completion.rewards] for completion in completions
+    ]
+    # (C, F), (F,)
+    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
     reward = combine_rewards(per_function, weight)  # (C,)
     for completion, r in zip(completions, reward.tolist(), strict=True):
         completion.reward, completion.counted = r, completion.counted and not math.isnan(r)
 
 
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
-    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
+    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps
+    micro-batches.
 
     The reward of a completion is on its last token.
     """
@@ -165,7 +199,9 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     windows = []
     for first in range(0, len(completions), size):
         N = sum(len(c.ids) * c.counted for c in completions[first : first + size])  # of the window
-        mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
+        mine = range(
+            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
+        )
         examples = []
         for i in mine:
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
@@ -174,13 +210,17 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "input_ids": np.array(prompt + c.ids),
                 "loss_mask": on_completion,
                 "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
-                "reward": np.array([0.0] * (len(prompt) + len(c.ids) - 1) + [c.reward if c.counted else 0.0], np.float32),
+                "reward": np.array(
+                    [0.0] * (len(prompt) + len(c.ids) - 1) + [c.reward if c.counted else 0.0], np.float32
+                ),
                 "token_weight": on_completion / np.float32(max(N, 1)),
             }
             examples.append([sequence])
         parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
         micro_batches = [part.tolist() for part in parts]
-        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation))
+        windows.append(
+            Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation)
+        )
     return windows
 
 
@@ -199,29 +239,36 @@ def values_of(out: Output, batch: Batch) -> torch.Tensor:
 
 
 def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict[str, float]:
-    """Add returns to this process's completions, and advantages, whitened over all processes. Returns the explained variance
-    of the critic."""
+    """Add returns to this process's completions, and advantages, whitened over all processes. Returns the
+    explained variance of the critic."""
     pairs = []
     for [sequence] in window.examples:
         on, rewards, values = sequence["loss_mask"] > 0, sequence["reward"], sequence["old_values"]
         if args.beta > 0 and args.use_kl_in_reward:
             rewards = rewards - args.beta * (sequence["old_logps"] - sequence["ref_logps"])
         sequence["advantage"], sequence["return"] = np.zeros_like(values), np.zeros_like(values)
-        sequence["advantage"][on] = gae(*(torch.tensor(x[on]) for x in (rewards, values)), gamma=args.gamma, lam=args.lam)
+        sequence["advantage"][on] = gae(
+            *(torch.tensor(x[on]) for x in (rewards, values)), gamma=args.gamma, lam=args.lam
+        )
         sequence["return"][on] = sequence["advantage"][on] + values[on]
         pairs += zip(sequence["advantage"][on].tolist(), sequence["return"][on].tolist(), strict=True)
-    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T  # all tokens that count
+    # all tokens that count
+    advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T
     for [sequence] in window.examples:
         whitened = (sequence["advantage"] - advantages.mean()) / (advantages.std() + 1e-8)
         sequence["advantage"] = (whitened * (sequence["loss_mask"] > 0)).astype(np.float32)
     return {"explained_variance": 1 - advantages.var() / returns.var()} if returns.var() > 0 else {}
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95) -> torch.Tensor:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of a completion: (n,), (n,) -> (n,).
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95
+) -> torch.Tensor:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16) of a completion:
+    (n,), (n,) -> (n,).
 
-    `A_t = δ_t + γλ A_{t+1}` with `δ_t = rewards[t] + γ values[t+1] - values[t]`; after the last token both are 0. values[t]
-    is the critic's value of the text before token t. `A_t + values[t]` is the return that it should have predicted.
+    `A_t = δ_t + γλ A_{t+1}` with `δ_t = rewards[t] + γ values[t+1] - values[t]`; after the last token both
+    are 0. values[t] is the critic's value of the text before token t. `A_t + values[t]` is the return that it
+    should have predicted.
     """
     advantages, advantage, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
@@ -234,10 +281,11 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, *, gamma: float = 1.0, lam:
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, *, cliprange_value: float = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²)`, and whether the clip takes effect, (T,) each, of (T,) each.
+    """`½ max((V - R)², (clip(V, V_old - c, V_old + c) - R)²)`, and whether the clip takes effect, (T,) each,
+    of (T,) each.
 
-    The critic's loss of PPO as in OpenAI's code (2005.12729, section 3): a value that has moved more than c towards the
-    return since the rollout gets no gradient.
+    The critic's loss of PPO as in OpenAI's code (2005.12729, section 3): a value that has moved more than c
+    towards the return since the rollout gets no gradient.
     """
     clipped = old_values + (values - old_values).clamp(-cliprange_value, cliprange_value)
     plain, limited = (values - returns) ** 2, (clipped - returns) ** 2
@@ -245,10 +293,11 @@ def value_loss(
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     prompts, held_out = load_prompts(args, encode, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
@@ -265,41 +314,61 @@ def main(args: Args) -> None:
         updates_per_rollout=args.steps_per_generation * args.num_iterations,
     )
 
-    # --- model and reference -----------------------------------------------------------------------------------------
+    # --- model and reference --------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     model.extra["value"] = value_head(model.config.get_text_config().hidden_size)
     optimizer = make_optimizer(args, model, extra_lr_multiplier=args.vf_lr_multiplier)
     lr_at = schedule(args, len(rollouts))
-    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
+    run.describe(
+        model,
+        tokenizer,
+        rollouts,
+        held_out,
+        example_name="prompt",
+        reference=args.beta > 0 and not args.use_peft,
+    )
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_completion_length)
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    how = dict(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+    )
+    # prompts, keys -> completions
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
         servers = extra("vllm").RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         draw = servers.sample
-    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
+    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its
+    # first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
-    say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
+    say(
+        f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}"
+    )
 
     def at_rollout(batch: Batch) -> dict[str, torch.Tensor]:
         """The model's outputs for a batch before its first update on the rollout."""
         out = unwrapped(batch, temperature=args.temperature, extra=["value"])
         return {"old_logps": out.logps, "old_values": values_of(out, batch)}
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(
-                    batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0, extra=["value"]
+                    batch,
+                    temperature=args.temperature,
+                    entropy=True,
+                    entropy_grad=args.entropy_coef != 0,
+                    extra=["value"],
                 )
                 losses, stats = grpo_loss(
                     logps=out.logps,
@@ -315,7 +384,10 @@ def main(args: Args) -> None:
                     importance_cap=args.importance_cap if args.rollout_server else None,
                 )  # (T,)
                 stats["value_loss"], stats["value_clip_ratio"] = value_loss(
-                    values_of(out, batch), batch["old_values"], batch["return"], cliprange_value=args.cliprange_value
+                    values_of(out, batch),
+                    batch["old_values"],
+                    batch["return"],
+                    cliprange_value=args.cliprange_value,
                 )
                 losses = losses + args.vf_coef * stats["value_loss"]
                 if args.entropy_coef:
@@ -325,12 +397,13 @@ def main(args: Args) -> None:
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
+    # --- loop -----------------------------------------------------------------------------------------------
     # step: updates done so far. Saves, and stops at a signal, between rollouts: a checkpoint need not hold completions.
     for step in run.steps(last=len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
@@ -343,13 +416,16 @@ def main(args: Args) -> None:
             for window in windows:
                 window.add_fields(at_rollout)
                 if reference:
-                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
+                    window.add_fields(
+                        lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps}
+                    )
                 run.metrics.add(**add_advantages(window, args, accelerator))
             run.log_rollout(step + 1, completions, rewards, len(completions))
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         if args.rollout_server and step % rollouts.updates_per_rollout == 0:
             servers.check(run.metrics)  # fails if they have other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)

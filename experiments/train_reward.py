@@ -1,18 +1,21 @@
 """Reward model: pairs of answers -> a model that scores an answer with one number, higher for the better one.
 
-Over the P pairs of a window (all micro-batches of all processes), r the score (Ouyang et al. 2022, arXiv 2203.02155, eq. 1):
+Over the P pairs of a window (all micro-batches of all processes), r the score (Ouyang et al. 2022, arXiv
+2203.02155, eq. 1):
 
     loss = 1/P · Σ -log σ(r(chosen) - r(rejected) - margin) + center_rewards_coefficient · (r(chosen) + r(rejected))²
 
---objective regression: for rows with a number in the column score, it is the mean of (r - score)². r is a linear head on the
-state of the last token. Dropout is off. The result is an AutoModelForSequenceClassification in output_dir/classifier.
-Both answers of a pair are in the same row, after their prompt, which is stored once.
+--objective regression: for rows with a number in the column score, it is the mean of (r - score)². r is a
+linear head on the state of the last token. Dropout is off. The result is an
+AutoModelForSequenceClassification in output_dir/classifier. Both answers of a pair are in the same row, after
+their prompt, which is stored once.
 
     accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
     accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
 
-Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ... `flat_batch`
-(common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the model returns.
+Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
+`flat_batch` (common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the
+model returns.
 """
 
 from dataclasses import dataclass
@@ -42,9 +45,15 @@ class Args(CommonArgs):
     per_device_train_batch_size: int = arg(8, help="pairs (with --packing: rows) per process and micro-batch")
     max_length: int = arg(1024, help="tokens of prompt + answer; longer ones are left out", within="[2, 1e8]")
     packing: bool = arg(False, help="fill rows of 2 max_length with several pairs (best fit)")
-    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
-    objective: Literal["pairs", "regression"] = arg("pairs", help="regression: on the number of each row, column score")
-    center_rewards_coefficient: float = arg(0.0, help="weight of the term that keeps scores near 0", within="[0, inf)")
+    max_tokens_per_batch: int = arg(
+        0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]"
+    )
+    objective: Literal["pairs", "regression"] = arg(
+        "pairs", help="regression: on the number of each row, column score"
+    )
+    center_rewards_coefficient: float = arg(
+        0.0, help="weight of the term that keeps scores near 0", within="[0, inf)"
+    )
 
     def __post_init__(self) -> None:
         if self.use_peft and not self.merge_lora:
@@ -52,11 +61,16 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any field of your own.
-    For a regression as one. A row that raises BadRow is left out, counted and reported."""
+    """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any
+    field of your own. For a regression as one. A row that raises BadRow is left out, counted and reported."""
     if args.objective == "regression":
         chat, score = as_chat(row), {"score": number_of(row, "score")}
-        return [up_to_the_score(tokenize_chat(chat, tokenizer), tokenizer, args.max_length, "messages" not in chat) | score]
+        return [
+            up_to_the_score(
+                tokenize_chat(chat, tokenizer), tokenizer, args.max_length, "messages" not in chat
+            )
+            | score
+        ]
     pair = as_preference(row)
     sides = tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, 10**9)
     is_text, margin = isinstance(pair["prompt"], str), {"margin": number_of(row, "margin", 0.0)}
@@ -64,31 +78,38 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
 
 
 def bradley_terry_loss(
-    chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor | float = 0.0, center_rewards_coefficient: float = 0.0
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    margin: torch.Tensor | float = 0.0,
+    center_rewards_coefficient: float = 0.0,
 ) -> torch.Tensor:
-    """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) -> (B,).
+    """`-log σ(chosen - rejected - margin) + c (chosen + rejected)²` of the rewards of pairs: (B,), (B,) ->
+    (B,).
 
-    The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin as in Llama 2
-    (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al. 2023, 2312.09244).
+    The first term is that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, eq. 1), with a margin
+    as in Llama 2 (2307.09288, eq. 2); the second one, off by default, keeps rewards near 0 (Eisenstein et al.
+    2023, 2312.09244).
     """
     return (
-        -torch.nn.functional.logsigmoid(chosen - rejected - margin) + center_rewards_coefficient * (chosen + rejected) ** 2
+        -torch.nn.functional.logsigmoid(chosen - rejected - margin)
+        + center_rewards_coefficient * (chosen + rejected) ** 2
     )
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
     pairs = args.objective == "pairs"
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     train, held_out = load_data(args, accelerator, encode, tokenizer)
     if args.packing:
         train = pack(train, 2 * args.max_length)
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch, indivisible=1 + pairs)
 
-    # --- model -------------------------------------------------------------------------------------------------------
+    # --- model ----------------------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     model.extra["score"] = score_head(model)  # (T, D) -> (T, 1)
     optimizer = make_optimizer(args, model)
@@ -98,9 +119,10 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
-        """The loss of each pair and the metrics logged with it, (B,) each; for a regression of each answer."""
+        """The loss of each pair and the metrics logged with it, (B,) each; for a regression of each
+        answer."""
         scores = out.extra["score"][batch["cu_seqlens"][1:] - 1, 0].float()  # (S,)
         if not pairs:
             return {"loss": (scores - batch["score"]) ** 2, "rewards": scores}
@@ -113,7 +135,8 @@ def main(args: Args) -> None:
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,
             "rewards/accuracies": (chosen_rewards > rejected_rewards).float(),
-            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),  # if calibrated, the accuracy
+            # if calibrated, the accuracy
+            "rewards/confidences": (chosen_rewards - rejected_rewards).abs().sigmoid(),
         }
 
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
@@ -132,17 +155,20 @@ def main(args: Args) -> None:
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
+    # --- loop -----------------------------------------------------------------------------------------------
+    # updates done so far; at the last one it only evaluates and ends
+    for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             run.log_eval(step, values, [])
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

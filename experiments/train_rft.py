@@ -1,19 +1,21 @@
 """Rejection-sampling fine-tuning: prompts and rewards -> the model's own accepted answers -> SFT on these.
 
 Before its first step the model answers each prompt num_generations times. The answers whose rewards add up to
-reward_threshold or more are written to output_dir/accepted.jsonl, each once (Yuan et al. 2023, arXiv 2308.01825). The rest
-is SFT on this file. Over the N trained tokens of a window (all micro-batches of all processes that make one optimizer step):
+reward_threshold or more are written to output_dir/accepted.jsonl, each once (Yuan et al. 2023, arXiv
+2308.01825). The rest is SFT on this file. Over the N trained tokens of a window (all micro-batches of all
+processes that make one optimizer step):
 
     loss = -1/N · Σ_t m_t · log p(token_t | token_<t)
 
-m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All sequences of a
-micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft each token's term is
-multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629): improbable tokens count least, not most.
+m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All
+sequences of a micro-batch form one row, end to end, and do not attend to each other. With --loss_type dft
+each token's term is multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629):
+improbable tokens count least, not most.
 
     accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
 
-Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch holds, `Output`
-(common/model/flat_model.py) what the model returns.
+Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
+holds, `Output` (common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass, replace
@@ -43,18 +45,32 @@ from common.sampling import load_rewards, sample, score
 @dataclass
 class Args(CommonArgs):
     output_dir: str = arg("outputs/rft", help="folder for everything that the run writes")
-    reward_funcs: list[str] = arg(["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True)
-    reward_threshold: float = arg(1.0, help="minimum sum of an accepted answer's rewards", within="(-inf, inf)")
+    reward_funcs: list[str] = arg(
+        ["exact_number"], help="as in train_grpo.py; their sum decides", is_path=True
+    )
+    reward_threshold: float = arg(
+        1.0, help="minimum sum of an accepted answer's rewards", within="(-inf, inf)"
+    )
     num_generations: int = arg(4, help="answers sampled for each prompt", within="[1, 1e5]")
-    max_completion_length: int = arg(256, help="tokens of an answer; longer ones are rejected", within="[1, 1e7]")
+    max_completion_length: int = arg(
+        256, help="tokens of an answer; longer ones are rejected", within="[1, 1e7]"
+    )
     temperature: float = arg(1.0, help="sampling temperature", within="[0, inf)")
-    per_device_train_batch_size: int = arg(8, help="conversations (with --packing: rows) per process and micro-batch")
+    per_device_train_batch_size: int = arg(
+        8, help="conversations (with --packing: rows) per process and micro-batch"
+    )
     max_length: int = arg(1024, help="tokens of a conversation; longer ones are truncated", within="[2, 1e8]")
-    train_on: Literal["all_turns", "last_turn", "everything"] = arg("all_turns", help="turns of the assistant, or all text")
+    train_on: Literal["all_turns", "last_turn", "everything"] = arg(
+        "all_turns", help="turns of the assistant, or all text"
+    )
     loss_type: Literal["nll", "dft"] = arg("nll", help="dft: tokens weighted by their probability")
-    turn_dropping: float = arg(0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]")
+    turn_dropping: float = arg(
+        0.0, help="probability, in each epoch, that a chat is cut short", within="[0, 1]"
+    )
     packing: bool = arg(False, help="fill rows of max_length with several conversations (best fit)")
-    max_tokens_per_batch: int = arg(0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]")
+    max_tokens_per_batch: int = arg(
+        0, help="tokens of a micro-batch, instead of a batch size; 0: off", within="[0, 1e9]"
+    )
 
     def __post_init__(self) -> None:
         if self.turn_dropping and self.train_on != "all_turns":
@@ -62,9 +78,9 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)} and any field
-    of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it like the tokens). A row that
-    raises BadRow is left out, counted and reported."""
+    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)}
+    and any field of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it
+    like the tokens). A row that raises BadRow is left out, counted and reported."""
     return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
 
 
@@ -73,9 +89,11 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> dict[str, Any]:
     return tokenize_row(as_prompt(row), tokenizer, args.max_length)
 
 
-def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path) -> None:
-    """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards accept. The random
-    numbers of an answer are a function of (seed, its place)."""
+def write_accepted(
+    args: Args, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer, file: Path
+) -> None:
+    """Answer the dataset's prompts, each process a share, and write the distinct answers that the rewards
+    accept. The random numbers of an answer are a function of (seed, its place)."""
     prompts = load_prompts(args, encode_prompt, tokenizer)[0].rows
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     mine = range(accelerator.process_index, len(prompts) * args.num_generations, accelerator.num_processes)
@@ -95,10 +113,15 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
         values = [function[k] for function in scores if function[k] is not None]
         if answers[k].finished and values and sum(values) >= args.reward_threshold:
             found.append((i // args.num_generations, texts[k]))
-    accepted = dict.fromkeys(sorted(gather_lists(accelerator, found)))  # (number of the prompt, text), each once
+    # (number of the prompt, text), each once
+    accepted = dict.fromkeys(sorted(gather_lists(accelerator, found)))
     if not accepted:
-        wanted = f"at most {args.max_completion_length} tokens and a reward of {args.reward_threshold:g} or more"
-        raise UserError(f"no answer has {wanted}: nothing to train on (--max_completion_length, --reward_threshold)")
+        wanted = (
+            f"at most {args.max_completion_length} tokens and a reward of {args.reward_threshold:g} or more"
+        )
+        raise UserError(
+            f"no answer has {wanted}: nothing to train on (--max_completion_length, --reward_threshold)"
+        )
     if accelerator.is_main_process or args.dry_run:  # in a dry run each process has its own folder
         rows = []
         for i, text in accepted:
@@ -107,32 +130,47 @@ def write_accepted(args: Args, accelerator: Accelerator, model: FlatModel, token
             rows.append(row | {"completion": text if is_text else [{"role": "assistant", "content": text}]})
         replace_text(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     answered = len({i for i, _ in accepted})
-    say(f"{len(accepted):,} distinct answers to {answered:,} of {len(prompts):,} prompts are accepted: {file}")
+    say(
+        f"{len(accepted):,} distinct answers to {answered:,} of {len(prompts):,} prompts are accepted: {file}"
+    )
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
-    model = load_model(args, accelerator, tokenizer, run.resume_from)  # LoRA, recomputation, compilation as the flags say
+    # LoRA, recomputation, compilation as the flags say
+    model = load_model(args, accelerator, tokenizer, run.resume_from)
     file = Path(tempfile.mkdtemp() if args.dry_run else args.output_dir, "accepted.jsonl")
     if run.resume_from is None:  # else the file exists, with answers of the initial model
         write_accepted(args, accelerator, model, tokenizer, file)
-    elif accelerator.is_main_process and (other := run.resume_from.parent / file.name).exists() and not file.exists():
+    elif (
+        accelerator.is_main_process
+        and (other := run.resume_from.parent / file.name).exists()
+        and not file.exists()
+    ):
         shutil.copy(other, file)  # of the folder that it resumes from
     accelerator.wait_for_everyone()
-    own = {"dataset_name": [str(file)], "dataset_train_split": "train", "max_train_samples": None, "columns": None}
+    own = {
+        "dataset_name": [str(file)],
+        "dataset_train_split": "train",
+        "max_train_samples": None,
+        "columns": None,
+    }
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))
     train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)  # a file's, or held-out ones
+    # a file's, or held-out ones
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
         train = pack(train, args.max_length)
-    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)  # windows[step]: window of an update
+    # windows[step]: window of an update
+    windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
 
-    # --- model -------------------------------------------------------------------------------------------------------
+    # --- model ----------------------------------------------------------------------------------------------
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
     run.describe(model, tokenizer, windows, held_out, example_name="conversation")
@@ -140,7 +178,7 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         N = window.total("loss_mask")  # over all processes
@@ -156,18 +194,21 @@ def main(args: Args) -> None:
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends
+    # --- loop -----------------------------------------------------------------------------------------------
+    # updates done so far; at the last one it only evaluates and ends
+    for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         window = windows[step]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -1,16 +1,20 @@
-"""Self-distillation: prompts with demonstrations -> a model that answers as it would after reading the demonstration.
+"""Self-distillation: prompts with demonstrations -> a model that answers as it would after reading the
+demonstration.
 
-Completions are sampled from the model, and at each of their tokens its distribution is pulled towards that of the model at
-the start, which has seen a demonstration: its chat has the row's answer, and then the question again (SDFT: Shenfeld et al.
-2026, arXiv 2601.19897). Over the N completion tokens t of a window (all micro-batches of all processes):
+Completions are sampled from the model, and at each of their tokens its distribution is pulled towards that of
+the model at the start, which has seen a demonstration: its chat has the row's answer, and then the question
+again (SDFT: Shenfeld et al. 2026, arXiv 2601.19897). Over the N completion tokens t of a window (all
+micro-batches of all processes):
 
     loss = 1/N Σ_t D(π(· | tokens before t), π_start(· | demonstration, tokens before t))
 
-1. D is the reverse KL(π || π_start) with --beta 1 (the default), the forward KL(π_start || π) with 0, between them the
-   generalised Jensen-Shannon divergence, as in TRL. It covers the whole vocabulary; sampling has no gradient.
+1. D is the reverse KL(π || π_start) with --beta 1 (the default), the forward KL(π_start || π) with 0, between
+   them the generalised Jensen-Shannon divergence, as in TRL. It covers the whole vocabulary; sampling has no
+   gradient.
 2. The share --lmbda of the completions is sampled, by default all; the others are the demonstrations.
 3. Both distributions use the sampling temperature. Their logits exist for only one chunk of tokens at a time.
-4. The paper's teacher is an average of the weights; here, with LoRA too, it is a second copy of those at the start.
+4. The paper's teacher is an average of the weights; here, with LoRA too, it is a second copy of those at the
+   start.
 
     accelerate launch -m experiments.train_self_distill                       # the embedded demo, see experiments/README.md
 
@@ -26,7 +30,17 @@ from typing import Any, Literal
 from common.args import CommonArgs, arg
 from common.collators import Batch, Window, flat_batch
 from common.command_line import launch
-from common.data import BadRow, Row, Sequence, Tokenizer, as_chat, as_prompt, load_prompts, tokenize_chat, tokenize_row
+from common.data import (
+    BadRow,
+    Row,
+    Sequence,
+    Tokenizer,
+    as_chat,
+    as_prompt,
+    load_prompts,
+    tokenize_chat,
+    tokenize_row,
+)
 from common.errors import say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.extras import extra
@@ -40,30 +54,43 @@ from common.sampling import RolloutSchedule, Sampled, sample
 import numpy as np
 import torch
 
-Prompt = dict[str, Any]  # "prompt" (messages), "prompt_ids", "shown_ids" (after a demonstration), "completion_ids"
+# "prompt" (messages), "prompt_ids", "shown_ids" (after a demonstration), "completion_ids"
+Prompt = dict[str, Any]
 
 
 @dataclass
 class Args(CommonArgs):
     output_dir: str = arg("outputs/self_distill", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg(
+        "constant", help="wsd: flat, then linear"
+    )
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Algorithm
-    beta: float = arg(1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]")
-    lmbda: float = arg(1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]")
+    beta: float = arg(
+        1.0, help="1: reverse KL, 0: forward KL, between them the generalised JSD", within="[0, 1]"
+    )
+    lmbda: float = arg(
+        1.0, help="share of completions that are sampled; the others are the data's", within="[0, 1]"
+    )
 
     # Sampling
-    max_prompt_length: int = arg(512, help="tokens, with the demonstration; longer are left out", within="[1, 1e8]")
+    max_prompt_length: int = arg(
+        512, help="tokens, with the demonstration; longer are left out", within="[1, 1e8]"
+    )
     max_completion_length: int = arg(256, help="tokens; longer completions are truncated", within="[1, 1e7]")
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
+    top_p: float = arg(
+        1.0, help="sample from the most probable tokens with this total share", within="(0, 1]"
+    )
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int | None = arg(
         None, help="sampled at a time; unset: as many as fit", within="[1, 1e6]", may_change="execution"
     )
-    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers", may_change="execution"
+    )
 
 
 @dataclass
@@ -82,7 +109,8 @@ def encode_prompt(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
-    """The result of `encode_prompt`, plus the row's completion, and the prompt after it: question, completion, question."""
+    """The result of `encode_prompt`, plus the row's completion, and the prompt after it: question,
+    completion, question."""
     prompt = encode_prompt(row, tokenizer, args)
     messages = as_chat(row).get("messages", [])
     if isinstance(prompt["prompt"], str) or [turn["role"] for turn in messages[-2:]] != ["user", "assistant"]:
@@ -99,10 +127,11 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
 
 
 def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: float) -> torch.Tensor:
-    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv 2306.13649.
+    """Divergence of two distributions over a vocabulary: (n, V), (n, V) -> (n,). Agarwal et al. 2024, arXiv
+    2306.13649.
 
-    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values between
-    `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
+    With student s and teacher t: beta 0 is the forward `KL(t || s)`, 1 the reverse `KL(s || t)`, values
+    between `β KL(t || m) + (1-β) KL(s || m)` with `m = (1-β) s + β t`, which tends to 0 at both ends.
     """
     s, t = logits.log_softmax(-1), teacher_logits.log_softmax(-1)
     if beta == 0:
@@ -114,11 +143,14 @@ def generalized_jsd(logits: torch.Tensor, teacher_logits: torch.Tensor, beta: fl
 
 
 @torch.no_grad()
-def logits_at(teacher: Reference, batch: Batch, shown: Batch, temperature: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """f(rows (n,)) -> (n, V) float32: the teacher's logits for targets of the batch, divided by the temperature.
+def logits_at(
+    teacher: Reference, batch: Batch, shown: Batch, temperature: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """f(rows (n,)) -> (n, V) float32: the teacher's logits for targets of the batch, divided by the
+    temperature.
 
-    shown: the batch's completions in the same order, as the teacher reads them. rows: as map_logits passes them to its
-    function. The body runs in this call, the LM head in f, so that the full logits never exist.
+    shown: the batch's completions in the same order, as the teacher reads them. rows: as map_logits passes
+    them to its function. The body runs in this call, the LM head in f, so that the full logits never exist.
     """
     with teacher.accelerator.autocast():
         predicting = teacher.model.predicting(shown)  # (N, D)
@@ -133,17 +165,26 @@ def logits_at(teacher: Reference, batch: Batch, shown: Batch, temperature: float
 
 
 def divergence(
-    logits: torch.Tensor, rows: torch.Tensor, *, teacher_logits: Callable[[torch.Tensor], torch.Tensor], beta: float
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    *,
+    teacher_logits: Callable[[torch.Tensor], torch.Tensor],
+    beta: float,
 ) -> torch.Tensor:
     """The divergence for a chunk of targets: (n, V), (n,) -> (n,). teacher_logits: (n,) -> (n, V)."""
     return generalized_jsd(logits, teacher_logits(rows), beta)
 
 
 def roll_out(
-    args: Args, accelerator: Accelerator, draw: Callable[..., list[Sampled]], prompts: list[Prompt], rollout: int
+    args: Args,
+    accelerator: Accelerator,
+    draw: Callable[..., list[Sampled]],
+    prompts: list[Prompt],
+    rollout: int,
 ) -> list[Completion]:
-    """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the data. Each process
-    samples a share and gets them all. Random numbers are a function of (seed, rollout, place), whichever process samples."""
+    """A completion of each prompt: the share args.lmbda of them sampled, spread evenly among those of the
+    data. Each process samples a share and gets them all. Random numbers are a function of (seed, rollout,
+    place), whichever process samples."""
     places = range(rollout * len(prompts), (rollout + 1) * len(prompts))
     is_sampled = [int((place + 1) * args.lmbda) > int(place * args.lmbda) for place in places]
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
@@ -158,7 +199,9 @@ def roll_out(
             completions.append(Completion(prompt, ids=found[i].ids, finished=found[i].finished, sampled=True))
         else:
             ids = prompt["completion_ids"][: args.max_completion_length]
-            completions.append(Completion(prompt, ids=ids, finished=ids == prompt["completion_ids"], sampled=False))
+            completions.append(
+                Completion(prompt, ids=ids, finished=ids == prompt["completion_ids"], sampled=False)
+            )
     return completions
 
 
@@ -178,14 +221,19 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
         c = completions[place]
         sequence = sequence_of(c, c.prompt["prompt_ids"])
         on_completion = sequence["loss_mask"]
-        sequence |= {"token_weight": on_completion / np.float32(N), "sampled": on_completion * c.sampled, "place": place}
+        sequence |= {
+            "token_weight": on_completion / np.float32(N),
+            "sampled": on_completion * c.sampled,
+            "place": place,
+        }
         examples.append([sequence])
     parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
     return Window(accelerator, examples, [part.tolist() for part in parts], num_tokens=all_tokens)
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: Tokenizer) -> None:
-    """Log the rollout used from `step` on: lengths of sampled completions, and a line for each in completions.jsonl."""
+    """Log the rollout used from `step` on: lengths of sampled completions, and a line for each in
+    completions.jsonl."""
     sampled = [c for c in completions if c.sampled]
     if sampled:
         lengths = [len(c.ids) for c in sampled]
@@ -195,17 +243,24 @@ def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: T
     run.metrics.close_window()  # they count even if the step is skipped
     texts = [tokenizer.decode(c.ids, skip_special_tokens=True) for c in completions]
     lines = [
-        {"step": step, "prompt": c.prompt["prompt"], "completion": text, "finished": c.finished, "sampled": c.sampled}
+        {
+            "step": step,
+            "prompt": c.prompt["prompt"],
+            "completion": text,
+            "finished": c.finished,
+            "sampled": c.sampled,
+        }
         for c, text in zip(completions, texts, strict=True)
     ]
     run.metrics.append("completions.jsonl", lines)
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     prompts, held_out = load_prompts(args, encode, tokenizer)
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode_prompt)
@@ -219,18 +274,26 @@ def main(args: Args) -> None:
         updates_per_rollout=1,
     )
 
-    # --- model and reference -----------------------------------------------------------------------------------------
+    # --- model and reference --------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
-    check_positions(model, max(len(prompt["shown_ids"]) for prompt in prompts.rows) + args.max_completion_length)
+    check_positions(
+        model, max(len(prompt["shown_ids"]) for prompt in prompts.rows) + args.max_completion_length
+    )
     run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=True)
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_completion_length)
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    how = dict(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+    )
+    # prompts, keys -> completions
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
         servers = extra("vllm").RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
@@ -240,14 +303,16 @@ def main(args: Args) -> None:
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
     say(f"{rollouts.window_size} completions a step; they stop at {stops}")
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 here = [completions[place] for place in batch["place"].tolist()]
-                shown = flat_batch([[sequence_of(c, c.prompt["shown_ids"])] for c in here], accelerator.device)
+                shown = flat_batch(
+                    [[sequence_of(c, c.prompt["shown_ids"])] for c in here], accelerator.device
+                )
                 theirs = logits_at(teacher, batch, shown, args.temperature)
                 to_teacher = partial(divergence, teacher_logits=theirs, beta=args.beta)
                 out = model(batch, temperature=args.temperature, entropy=True, map_logits=to_teacher)
@@ -259,11 +324,13 @@ def main(args: Args) -> None:
             run.metrics.add(batch["sampled"], **{"loss/sampled": losses})
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
 
-    # --- loop --------------------------------------------------------------------------------------------------------
-    for step in run.steps(last=len(rollouts)):  # updates done so far; at the last one it only evaluates and ends
+    # --- loop -----------------------------------------------------------------------------------------------
+    # updates done so far; at the last one it only evaluates and ends
+    for step in run.steps(last=len(rollouts)):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         if args.rollout_server:
@@ -272,7 +339,8 @@ def main(args: Args) -> None:
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -1,32 +1,37 @@
 """GRPO with tools: prompts, an environment and rewards -> a model that calls tools when that is rewarded.
 
-A completion is an episode of several turns, in its own environment: an object of the user's class, whose public methods
-the model may call. Their output is appended to the turn, and the model continues; a turn without a call is the last.
-As in train_grpo.py, over the tokens t that the model itself wrote in the completions i of a window:
+A completion is an episode of several turns, in its own environment: an object of the user's class, whose
+public methods the model may call. Their output is appended to the turn, and the model continues; a turn
+without a call is the last. As in train_grpo.py, over the tokens t that the model itself wrote in the
+completions i of a window:
 
     A_i  = (r_i - mean of the group) / (std of the group + 1e-4)
     ρ_t  = π(token_t) / π_old(token_t)
     loss = Σ_i w_i · Σ_t [ -min(ρ_t A_i, clip(ρ_t, 1-ε, 1+ε_high) A_i) + β KL_t - entropy_coef · H_t ]
 
-1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights` for grpo, bnpo
-   and dr_grpo (whose paper also has --scale_rewards none). A completion that no function rewarded has A_i = 0; with
-   --mask_truncated_completions the tokens of a truncated one count nowhere, but it still counts as a completion.
-2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the sampling
-   temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
-3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is loaded.
-4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the denominator, but is
-   run through the model, and included in logged means, only for β or entropy_coef.
-5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the default) ρ = 1, and
-   the value of the loss means little: watch the reward.
-6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is multiplied by
-   min(π_old / π_server, importance_cap).
-7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` starts an episode, and may return text to append
-   to the prompt; `get_reward()`, if there is one, is a reward in addition to --reward_funcs, which get the objects
-   as `environments`; any other public method is a tool. Errors of a tool are reported to the model, in words.
+1. w_i is 1 / (tokens of a window, on average over the rollout) by default ("dapo"); see `grpo_token_weights`
+   for grpo, bnpo and dr_grpo (whose paper also has --scale_rewards none). A completion that no function
+   rewarded has A_i = 0; with --mask_truncated_completions the tokens of a truncated one count nowhere, but it
+   still counts as a completion.
+2. Training uses exactly the sampled tokens; text is never tokenised again. Log-probabilities include the
+   sampling temperature, and are over the whole distribution even if top_p or top_k restrict the sampling.
+3. KL is relative to the initial model, by the k3 estimator times ρ; with β = 0 (the default) no such model is
+   loaded.
+4. A completion without advantage (all rewards of its group are equal) has no gradient. It stays in the
+   denominator, but is run through the model, and included in logged means, only for β or entropy_coef.
+5. One rollout gives steps_per_generation windows, each used num_iterations times; with both at 1 (the
+   default) ρ = 1, and the value of the loss means little: watch the reward.
+6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is
+   multiplied by min(π_old / π_server, importance_cap).
+7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` starts an episode, and may return text
+   to append to the prompt; `get_reward()`, if there is one, is a reward in addition to --reward_funcs, which
+   get the objects as `environments`; any other public method is a tool. Errors of a tool are reported to the
+   model, in words.
 8. A call is JSON in <tool_call> tags if the chat template asks for that, else the short form [name argument].
-9. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with calls than
-   max_tool_calling_iterations, is truncated.
-10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions of a prompt.
+9. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with
+   calls than max_tool_calling_iterations, is truncated.
+10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions
+    of a prompt.
 
     accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
     accelerate launch -m experiments.train_tools                                # the demo: uses it, ~1 minute on a CPU
@@ -70,55 +75,95 @@ Prompt = dict[str, Any]  # "prompt" (messages), "prompt_ids", "tools", and the c
 class Args(CommonArgs):
     output_dir: str = arg("outputs/tools", help="folder for everything that the run writes")
     learning_rate: float = arg(1e-6, help="peak learning rate of AdamW")
-    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg("constant", help="wsd: flat, then linear")
+    lr_scheduler_type: Literal["cosine", "linear", "constant", "wsd"] = arg(
+        "constant", help="wsd: flat, then linear"
+    )
     per_device_train_batch_size: int = arg(8, help="completions per process and micro-batch")
 
     # Environment
     environment_factory: str = arg("", help="file.py:Class, whose public methods are the tools", is_path=True)
-    max_tool_calling_iterations: int = arg(8, help="maximum turns with tool calls in an episode", within="[0, 1e6]")
-    tool_timeout: float = arg(10.0, help="time limit for a call of the environment, in seconds; 0: none", within="[0, 1e9]")
+    max_tool_calling_iterations: int = arg(
+        8, help="maximum turns with tool calls in an episode", within="[0, 1e6]"
+    )
+    tool_timeout: float = arg(
+        10.0, help="time limit for a call of the environment, in seconds; 0: none", within="[0, 1e9]"
+    )
 
     # Rewards
-    reward_funcs: list[str] = arg([], help="as in train_grpo.py; unset: the environment's get_reward() alone", is_path=True)
-    reward_weights: list[float] | None = arg(None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs")
-    scale_rewards: Literal["group", "batch", "none"] = arg("group", help="standard deviation that divides advantages")
-    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg("grpo", help="baseline: mean of group, others, all")
+    reward_funcs: list[str] = arg(
+        [], help="as in train_grpo.py; unset: the environment's get_reward() alone", is_path=True
+    )
+    reward_weights: list[float] | None = arg(
+        None, help="unset: 1 each", within="(-inf, inf)", goes_with="reward_funcs"
+    )
+    scale_rewards: Literal["group", "batch", "none"] = arg(
+        "group", help="standard deviation that divides advantages"
+    )
+    advantage_estimator: Literal["grpo", "rloo", "reinforce_pp"] = arg(
+        "grpo", help="baseline: mean of group, others, all"
+    )
 
     # Sampling
     num_generations: int = arg(8, help="G, completions per prompt, which are compared", within="[2, 1e5]")
-    system_prompt: str | None = arg(None, help="turn string prompts into chats with this system turn (empty: none)")
+    system_prompt: str | None = arg(
+        None, help="turn string prompts into chats with this system turn (empty: none)"
+    )
     max_prompt_length: int = arg(512, help="tokens; longer prompts are left out", within="[1, 1e8]")
-    max_completion_length: int = arg(256, help="tokens, including those of tools; longer ones are cut", within="[1, 1e7]")
+    max_completion_length: int = arg(
+        256, help="tokens, including those of tools; longer ones are cut", within="[1, 1e7]"
+    )
     temperature: float = arg(1.0, help="sampling temperature", within="(0, inf)")
-    top_p: float = arg(1.0, help="sample from the most probable tokens with this total share", within="(0, 1]")
+    top_p: float = arg(
+        1.0, help="sample from the most probable tokens with this total share", within="(0, 1]"
+    )
     top_k: int = arg(0, help="sample from the k most probable tokens; 0: all", within="[0, 1e9]")
     generation_batch_size: int | None = arg(
         None, help="sampled at a time; unset: as many as fit", within="[1, 1e6]", may_change="execution"
     )
     mask_truncated_completions: bool = arg(False, help="do not train on truncated completions")
-    rollout_server: list[str] | None = arg(None, help="http://host:port of vLLM servers", may_change="execution")
+    rollout_server: list[str] | None = arg(
+        None, help="http://host:port of vLLM servers", may_change="execution"
+    )
 
     # Algorithm
-    beta: float = arg(0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)")
+    beta: float = arg(
+        0.0, help="weight of the KL to the model at the start; 0: no reference model", within="[0, inf)"
+    )
     epsilon: float = arg(0.2, help="clip range of the ratio, below 1", within="[0, 1e9]")
-    epsilon_high: float | None = arg(None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]")
+    epsilon_high: float | None = arg(
+        None, help="above 1; unset: epsilon; cispo: the largest ratio", within="[0, 1e9]"
+    )
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
-    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg("dapo", help="weight of a token; cispo: as dapo")
-    importance_sampling_level: Literal["token", "sequence"] = arg("token", help="of the ratio; sequence: GSPO")
-    use_bias_correction_kl: bool = arg(True, help="multiply the KL by the ratio, for the gradient of the reverse KL")
-    importance_cap: float = arg(2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]")
+    loss_type: Literal["grpo", "bnpo", "dapo", "dr_grpo", "cispo"] = arg(
+        "dapo", help="weight of a token; cispo: as dapo"
+    )
+    importance_sampling_level: Literal["token", "sequence"] = arg(
+        "token", help="of the ratio; sequence: GSPO"
+    )
+    use_bias_correction_kl: bool = arg(
+        True, help="multiply the KL by the ratio, for the gradient of the reverse KL"
+    )
+    importance_cap: float = arg(
+        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]"
+    )
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
 
     def __post_init__(self) -> None:
         if self.save_best and self.eval_steps % (self.steps_per_generation * self.num_iterations):
-            raise UserError("--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations")
+            raise UserError(
+                "--save_best: eval_steps has to be a multiple of steps_per_generation x num_iterations"
+            )
         if self.reward_weights is not None and len(self.reward_weights) != len(self.reward_funcs):
-            raise UserError(f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs")
+            raise UserError(
+                f"--reward_weights: {len(self.reward_weights)} for {len(self.reward_funcs)} --reward_funcs"
+            )
         if self.loss_type == "cispo" and (self.epsilon_high or 0) < 1:
             raise UserError("--loss_type cispo: its largest ratio is --epsilon_high, for example 5")
         if not self.environment_factory:
-            raise UserError("--environment_factory: name the class, file.py:Class (experiments/environments.py has two)")
+            raise UserError(
+                "--environment_factory: name the class, file.py:Class (experiments/environments.py has two)"
+            )
         if self.eval_reward_funcs:
             raise UserError("--eval_reward_funcs: held-out prompts are played and scored as in training")
 
@@ -145,13 +190,15 @@ class Completion:
     reward: float = math.nan  # their weighted sum; NaN: all abstained
     advantage: float = 0.0
     environment: Any = None
-    sampled: list[int] = field(default_factory=list)  # 1: the model wrote the token; 0: a tool, or the framing
+    # 1: the model wrote the token; 0: a tool, or the framing
+    sampled: list[int] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: int = 0
     failures: int = 0
 
     def write(self, ids: list[int], logps: list[float] | None = None) -> None:
-        """Append tokens. logps: their log-probabilities if the model sampled them; None: it did not, and they are 0."""
+        """Append tokens. logps: their log-probabilities if the model sampled them; None: it did not, and they
+        are 0."""
         self.ids, self.logps = self.ids + ids, self.logps + (logps or [0.0] * len(ids))
         self.sampled = self.sampled + [int(logps is not None)] * len(ids)
 
@@ -164,7 +211,9 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
         made = must("making one", make, args.tool_timeout)
         # Including static and class methods, but not those inherited from a built-in base.
         members = inspect.getmembers(type(made), callable)
-        methods = [name for name, m in members if inspect.isfunction(inspect.unwrap(m)) or inspect.ismethod(m)]
+        methods = [
+            name for name, m in members if inspect.isfunction(inspect.unwrap(m)) or inspect.ismethod(m)
+        ]
         names = [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]
         tools = describe_tools([getattr(made, name) for name in names], tokenizer)
     except UserError as error:
@@ -172,7 +221,9 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     if "reset" not in methods or not (args.reward_funcs or "get_reward" in methods):
         raise UserError(f"{where} needs a method reset(**columns), and get_reward() or else --reward_funcs")
     if not tools.as_json:
-        say(f"the chat template does not speak of tools: calls are [{names[0] if names else 'tool'} argument]")
+        say(
+            f"the chat template does not speak of tools: calls are [{names[0] if names else 'tool'} argument]"
+        )
 
     def get_reward(environments: list[Any], **columns: Any) -> list[float | None]:
         return [environment.get_reward() for environment in environments]
@@ -190,7 +241,9 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args, tools: Tools) -> Prompt:
     return prompt
 
 
-def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Prompt, key: tuple[int, ...]) -> Completion:
+def begin(
+    args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Prompt, key: tuple[int, ...]
+) -> Completion:
     """An episode before its first turn. key: the seed of its environment's randomness."""
     made = must("--environment_factory: making one", environment.make, args.tool_timeout)
     columns = {name: value for name, value in prompt.items() if name not in ("prompt_ids", "tools")}
@@ -202,8 +255,12 @@ def begin(args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Pr
         try:
             prompt = tokenize_row(longer, tokenizer, args.max_prompt_length)
         except BadRow as error:
-            raise UserError(f"with what the environment's reset has added: {error} (--max_prompt_length)") from None
-    return Completion(prompt, ids=[], logps=[], finished=False, text="", rewards=[], counted=True, environment=made)
+            raise UserError(
+                f"with what the environment's reset has added: {error} (--max_prompt_length)"
+            ) from None
+    return Completion(
+        prompt, ids=[], logps=[], finished=False, text="", rewards=[], counted=True, environment=made
+    )
 
 
 def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> str:
@@ -211,27 +268,38 @@ def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> s
     c.calls += 1
     try:
         if wanted["name"] not in tools.arguments or "error" in wanted:
-            raise ValueError(wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}"))
+            raise ValueError(
+                wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}")
+            )
         said = str(call(getattr(c.environment, wanted["name"]), args.tool_timeout, **wanted["arguments"]))
     except BaseException as error:  # user code may raise anything, and call sys.exit
         c.failures += 1
         said = f"error: {quoted(error, 500, str) or type(error).__name__}"
         if isinstance(error, TimeLimitReached):
             said = f"error: it took more than {args.tool_timeout:g} s"
-    said = said[: 256 * args.max_completion_length]  # no token has so many characters: the rest would not fit anyway
+    # no token has so many characters: the rest would not fit anyway
+    said = said[: 256 * args.max_completion_length]
     return said.encode(errors="replace").decode()  # lone surrogates are not valid text
 
 
-def end_turn(args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn: Sampled, is_last: bool) -> bool:
-    """Add a sampled turn, followed by the tools' responses to its calls. Returns whether the episode continues."""
+def end_turn(
+    args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn: Sampled, is_last: bool
+) -> bool:
+    """Add a sampled turn, followed by the tools' responses to its calls. Returns whether the episode
+    continues."""
     c.write(turn.ids, turn.logps)
     can_go_on = turn.ids[-1] == tokenizer.convert_tokens_to_ids(end_of_turn(tokenizer))
-    calls = read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
+    calls = (
+        read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
+    )
     c.messages.append({"role": "assistant", "content": tokenizer.decode(turn.ids, skip_special_tokens=True)})
     c.finished = turn.finished and not calls
     if is_last or not calls:
         return False
-    replies = [{"role": "tool", "name": wanted["name"], "content": answer(args, tools, c, wanted)} for wanted in calls]
+    replies = [
+        {"role": "tool", "name": wanted["name"], "content": answer(args, tools, c, wanted)}
+        for wanted in calls
+    ]
     ids = tokenize_reply(replies, tokenizer, [{"type": "function", "function": wanted} for wanted in calls])
     if len(c.ids) + len(ids) >= args.max_completion_length:
         return False
@@ -252,8 +320,9 @@ def roll_out(
     group: int,
     temperature: float,
 ) -> list[Completion]:
-    """Run and score one episode for each of C prompts (each occurs `group` times). Each process runs a share and gets them
-    all. An episode's random numbers are a function of (key, its place, turn), whichever process runs it."""
+    """Run and score one episode for each of C prompts (each occurs `group` times). Each process runs a share
+    and gets them all. An episode's random numbers are a function of (key, its place, turn), whichever process
+    runs it."""
     share = -(-len(prompts) // accelerator.num_processes)
     mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
@@ -269,11 +338,16 @@ def roll_out(
         is_last = turn == args.max_tool_calling_iterations
         turns = zip(playing.items(), sampled, strict=True)
         playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
-        if not any(gather_lists(accelerator, [len(playing)])):  # all processes sample equally often: weights may be sharded
+        # all processes sample equally often: weights may be sharded
+        if not any(gather_lists(accelerator, [len(playing)])):
             break
-    written = [[token for token, is_sampled in zip(c.ids, c.sampled, strict=True) if is_sampled] for c in completions]
+    written = [
+        [token for token, is_sampled in zip(c.ids, c.sampled, strict=True) if is_sampled] for c in completions
+    ]
     objects = {"environments": [c.environment for c in completions]}
-    scores = score(rewards, [c.prompt for c in completions], [c.messages for c in completions], written, objects)
+    scores = score(
+        rewards, [c.prompt for c in completions], [c.messages for c in completions], written, objects
+    )
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     for c, each in zip(completions, each_reward, strict=True):
         c.environment, c.text, c.rewards = None, tokenizer.decode(c.ids), each
@@ -283,19 +357,28 @@ def roll_out(
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
-    table = [[math.nan if value is None else value for value in completion.rewards] for completion in completions]
-    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))  # (C, F), (F,)
+    table = [
+        [math.nan if value is None else value for value in completion.rewards] for completion in completions
+    ]
+    # (C, F), (F,)
+    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
     reward = combine_rewards(per_function, weight)  # (C,)
-    advantages = group_advantages(reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator)  # A_i
-    for completion, r, advantage in zip(completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True):
+    # A_i
+    advantages = group_advantages(
+        reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator
+    )
+    for completion, r, advantage in zip(
+        completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True
+    ):
         completion.reward, completion.advantage = r, advantage
 
 
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
-    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps micro-batches.
+    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps
+    micro-batches.
 
-    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays in the
-    denominators, but is not run through the model.
+    A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays
+    in the denominators, but is not run through the model.
     """
     num_windows = args.steps_per_generation
     size = len(completions) // num_windows  # completions of a window, of all processes
@@ -317,10 +400,13 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             window_completions=size,
             max_completion_length=args.max_completion_length,
         )
-        mine = range(first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share)
+        mine = range(
+            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
+        )
         kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
         examples = []
-        for i in kept or [mine[0]]:  # a process that keeps none still runs one, masked by its window: the others wait
+        # a process that keeps none still runs one, masked by its window: the others wait
+        for i in kept or [mine[0]]:
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + c.sampled, np.float32)
             sequence = {
@@ -331,23 +417,33 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "token_weight": on_completion * np.float32(weights[i - first]),
             }
             examples.append([sequence])
-        micro_batches = [part.tolist() for part in np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)]
+        micro_batches = [
+            part.tolist() for part in np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)
+        ]
         windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // num_windows))
     return windows
 
 
-def log_rollout(run: Run, step: int, completions: list[Completion], rewards: list[Reward], group: int) -> None:
+def log_rollout(
+    run: Run, step: int, completions: list[Completion], rewards: list[Reward], group: int
+) -> None:
     """Like Run.log_rollout, plus the number of tool calls per episode, and the share of calls that fail."""
-    calls, failures = (sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures"))
-    tools = {"tools/call_frequency": calls / len(completions), "tools/failure_frequency": failures / max(calls, 1)}
+    calls, failures = (
+        sum(getattr(completion, name) for completion in completions) for name in ("calls", "failures")
+    )
+    tools = {
+        "tools/call_frequency": calls / len(completions),
+        "tools/failure_frequency": failures / max(calls, 1),
+    }
     run.log_rollout(step, completions, rewards, group, lengths=[sum(c.sampled) for c in completions], **tools)
 
 
 def main(args: Args) -> None:
-    run = Run(args, __file__)  # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    # processes, seed, output folder (with a copy of this file), checkpoint to resume from
+    run = Run(args, __file__)
     accelerator = run.accelerator
 
-    # --- data --------------------------------------------------------------------------------------------------------
+    # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     environment = load_environment(args, tokenizer)
     to_prompt = partial(encode, tools=environment.tools)
@@ -365,26 +461,42 @@ def main(args: Args) -> None:
         updates_per_rollout=args.steps_per_generation * args.num_iterations,
     )
 
-    # --- model and reference -----------------------------------------------------------------------------------------
+    # --- model and reference --------------------------------------------------------------------------------
     model = disable_dropout(load_model(args, accelerator, tokenizer, run.resume_from))
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(rollouts))
-    run.describe(model, tokenizer, rollouts, held_out, example_name="prompt", reference=args.beta > 0 and not args.use_peft)
+    run.describe(
+        model,
+        tokenizer,
+        rollouts,
+        held_out,
+        example_name="prompt",
+        reference=args.beta > 0 and not args.use_peft,
+    )
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.max_completion_length)
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)  # prompts, keys -> completions
+    how = dict(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        max_new_tokens=args.max_completion_length,
+    )
+    # prompts, keys -> completions
+    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
         servers = extra("vllm").RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         draw = servers.sample
-    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its first) adapter.
+    # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its
+    # first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
-    say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}")
+    say(
+        f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}"
+    )
 
     play = partial(roll_out, args, accelerator, draw, tokenizer, rewards, environment)
 
@@ -397,20 +509,26 @@ def main(args: Args) -> None:
             completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
             scores = {reward.name: [c.rewards[f] for c in completions] for f, reward in enumerate(rewards)}
             table = [[math.nan if value is None else value for value in c.rewards] for c in completions]
-            total = combine_rewards(*(torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights)))
+            total = combine_rewards(
+                *(torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
+            )
             scores["reward"] = [None if math.isnan(value) else value for value in total.tolist()]
             scores["tools/call_frequency"] = [c.calls for c in completions]
-            found = summarise(args, temperature, [c.prompt for c in completions], [c.text for c in completions], scores)
+            found = summarise(
+                args, temperature, [c.prompt for c in completions], [c.text for c in completions], scores
+            )
             means, samples = means | found[0], samples + found[1]
         return means, samples
 
-    # --- the gradient of a window ------------------------------------------------------------------------------------
+    # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
-                out = model(batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0)
+                out = model(
+                    batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0
+                )
                 losses, stats = grpo_loss(
                     logps=out.logps,
                     old_logps=batch.get("old_logps", out.logps.detach()),
@@ -434,31 +552,40 @@ def main(args: Args) -> None:
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
 
-    # --- loop --------------------------------------------------------------------------------------------------------
+    # --- loop -----------------------------------------------------------------------------------------------
     # step: updates done so far. Saves, and stops at a signal, between rollouts: a checkpoint need not hold completions.
     for step in run.steps(last=len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *evaluate())
-        if run.checkpoint(step):  # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step, by early stopping, or at a signal
+        if run.checkpoint(step):
             break
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
             if args.rollout_server:
                 servers.sync(step)
-            completions = play(rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature)
+            completions = play(
+                rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature
+            )
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
-                if rollouts.updates_per_rollout > 1:  # otherwise the model of the update is the one that sampled
-                    window.add_fields(lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps})
+                # otherwise the model of the update is the one that sampled
+                if rollouts.updates_per_rollout > 1:
+                    window.add_fields(
+                        lambda batch: {"old_logps": unwrapped(batch, temperature=args.temperature).logps}
+                    )
                 if reference:
-                    window.add_fields(lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps})
+                    window.add_fields(
+                        lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps}
+                    )
             log_rollout(run, step + 1, completions, rewards, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))
-        run.retry_smaller(gradients, window)  # out of memory: from the start, in smaller micro-batches, on all processes
+        # out of memory: from the start, in smaller micro-batches, on all processes
+        run.retry_smaller(gradients, window)
         if args.rollout_server and step % rollouts.updates_per_rollout == 0:
             servers.check(run.metrics)  # fails if they have other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)

@@ -1,4 +1,5 @@
-"""What the tests share: quiet threads, no Hub, a clean Accelerate, and a way to run a script's main in this process."""
+"""What the tests share: quiet threads, no Hub, a clean Accelerate, and a way to run a script's main in this
+process."""
 
 import contextlib
 import functools
@@ -76,10 +77,13 @@ def teacher() -> str:
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     shaken = {
-        name: value + 0.1 * value.float().std() * torch.randn(value.shape, generator=generator).to(value.dtype)
+        name: value
+        + 0.1 * value.float().std() * torch.randn(value.shape, generator=generator).to(value.dtype)
         for name, value in weights.items()
     }
-    save_file({name: value.to(weights[name].dtype) for name, value in shaken.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.to(weights[name].dtype) for name, value in shaken.items()}, folder / "model.safetensors"
+    )
     return str(folder)
 
 
@@ -95,7 +99,9 @@ def launch(tmp_path, token_cache):
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from common.command_line import parse_args
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    }
 
     def launch_stage(stage: str, *argv: str, output: str = "out") -> Path:
         gc.unfreeze()  # what the run before has loaded is garbage here
@@ -104,7 +110,13 @@ def launch(tmp_path, token_cache):
         for number, handler in handlers.items():  # of a run that an exception ended in its loop
             signal.signal(number, handler)
         script = importlib.import_module(module_of(stage))
-        words = ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache), *map(str, argv)]
+        words = [
+            "--output_dir",
+            str(tmp_path / output),
+            "--dataset_cache_dir",
+            str(token_cache),
+            *map(str, argv),
+        ]
         script.main(parse_args(script.Args, demo(stage), DEFAULT_MODEL.get(stage), words))
         assert not gc.get_freeze_count()
         return tmp_path / output
@@ -115,7 +127,8 @@ def launch(tmp_path, token_cache):
 
 
 def run_script(command: list[str], timeout: float = 240, **environ: str) -> subprocess.CompletedProcess:
-    """Run a command from the repository's root; one that hangs is aborted with the Python stacks of all its processes."""
+    """Run a command from the repository's root; one that hangs is aborted with the Python stacks of all its
+    processes."""
     env = os.environ | {"PYTHONFAULTHANDLER": "1"} | environ
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=env, start_new_session=True)

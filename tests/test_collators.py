@@ -23,7 +23,9 @@ FEW = st.integers(1, 4)
 
 
 def settings_of(batch_size=1, num_epochs=1.0, max_steps=-1):
-    return CommonArgs(per_device_train_batch_size=batch_size, num_train_epochs=num_epochs, max_steps=max_steps)
+    return CommonArgs(
+        per_device_train_batch_size=batch_size, num_train_epochs=num_epochs, max_steps=max_steps
+    )
 
 
 def windows(lengths, rank=0, world=1, accumulation=1, batch_size=1, seed=0, max_tokens=0, **length):
@@ -51,7 +53,7 @@ def numbers(window):
     return [int(example[0]["input_ids"][0]) for example in window.examples]
 
 
-# --- windows of examples -----------------------------------------------------------------------------------------------
+# --- windows of examples ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,13 +110,15 @@ def test_fields_out_of_memory_are_computed_in_parts(most):
     assert sum(sizes) == 10  # both in one pass
     for [sequence] in examples:
         assert (sequence["twice"] == 2 * sequence["input_ids"]).all()
-        assert (sequence["again"] == sequence["twice"]).all() and (4 * sequence["half"] == sequence["twice"]).all()
+        assert (sequence["again"] == sequence["twice"]).all() and (
+            4 * sequence["half"] == sequence["twice"]
+        ).all()
     with pytest.raises(torch.OutOfMemoryError):
         most = 0
         window.add_fields(lambda batch: {"again": twice(batch) if most else twice({"lengths": [1] * 9})})
 
 
-# --- windows of tokens ----------------------------------------------------------------------------------------------
+# --- windows of tokens --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -145,7 +149,7 @@ def test_a_budget_is_used_up_and_not_exceeded():
         len(windows([3, 11, 4], max_tokens=10))
 
 
-# --- windows of both kinds ------------------------------------------------------------------------------------------
+# --- windows of both kinds ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 3}, {"max_tokens": 2000}])
@@ -166,7 +170,9 @@ def test_the_plan_of_a_run():
     found = windows([2, 3, 4, 5, 6, 7, 8], 0, 2, 1, batch_size=2, num_epochs=2)
     order = [found.train.size(p) for p in range(14)]
     plan = {"steps": 4, "examples_per_step": 4, "tokens_per_step": round(70 / 4), "steps_per_epoch": 1.75}
-    assert found.plan() == plan | {"largest_micro_batch": max((order[i : i + 2] for i in range(0, 14, 2)), key=sum)}
+    assert found.plan() == plan | {
+        "largest_micro_batch": max((order[i : i + 2] for i in range(0, 14, 2)), key=sum)
+    }
     lengths = lognormal(300)
     found = windows(lengths, 0, 2, 2, max_tokens=8000, num_epochs=1)
     plan, steps = found.plan(), len(found)
@@ -181,24 +187,28 @@ def flat_parts(step, lengths):
     return [b for mine in of_all_processes(step, lengths, 2, 2, max_tokens=8000, num_epochs=1) for b in mine]
 
 
-# --- evaluation -----------------------------------------------------------------------------------------------------
+# --- evaluation ---------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 30), FEW, FEW)
 def test_evaluation_sees_each_example_once(N, world, batch_size):
     examples = [[whole(np.full(3, i))] for i in range(N)]
-    parts = [[members(batch) for batch in eval_batches(examples, process(rank, world), batch_size)] for rank in range(world)]
+    parts = [
+        [members(batch) for batch in eval_batches(examples, process(rank, world), batch_size)]
+        for rank in range(world)
+    ]
     assert sorted(flat(parts)) == list(range(N)) and len({len(mine) for mine in parts}) == 1
     assert all(len(batch) <= batch_size for mine in parts for batch in mine)
 
 
-# --- flat rows ------------------------------------------------------------------------------------------------------
+# --- flat rows ----------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.randoms(use_true_random=False))
 def test_a_flat_row_is_that_of_a_loop(random):
-    """Over sequences and their tokens; a start that neighbours share stands in it once, if it is long enough."""
+    """Over sequences and their tokens; a start that neighbours share stands in it once, if it is long
+    enough."""
     least = random.choice([1, 2, 4, 99])
     sequences = []
     for _ in range(random.randrange(1, 8)):
@@ -207,7 +217,12 @@ def test_a_flat_row_is_that_of_a_loop(random):
         mask = [int(t >= n * random.random() * 1.5) for t in range(n)]
         field = [random.choice([0.0, 0.0, 0.0, random.random()]) for _ in range(n)]
         sequences.append(
-            {"input_ids": np.array(ids), "loss_mask": np.array(mask), "field": np.array(field), "number": n / 7}
+            {
+                "input_ids": np.array(ids),
+                "loss_mask": np.array(mask),
+                "field": np.array(field),
+                "number": n / 7,
+            }
         )
     row, maps, borders = [], [], [0]  # a token of the row: sequence, position in it
     for s, one in enumerate(sequences):
@@ -222,7 +237,12 @@ def test_a_flat_row_is_that_of_a_loop(random):
         ):
             shared += 1
         shared = shared if shared >= least else 0
-        maps.append([*(maps[-1][:shared] if shared else []), *range(len(row), len(row) + len(one["input_ids"]) - shared)])
+        maps.append(
+            [
+                *(maps[-1][:shared] if shared else []),
+                *range(len(row), len(row) + len(one["input_ids"]) - shared),
+            ]
+        )
         row += [(s, t) for t in range(shared, len(one["input_ids"]))]
         borders.append(len(row))
 
@@ -234,8 +254,12 @@ def test_a_flat_row_is_that_of_a_loop(random):
     assert batch["loss_mask"].tolist() == [float(t > 0 and sequences[s]["loss_mask"][t]) for s, t in row]
     assert batch["field"].tolist() == [np.float32(sequences[s]["field"][t]) for s, t in row]
     assert batch["number"].tolist() == [np.float32(one["number"]) for one in sequences]
-    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "cu_seqlens", "targets"))
-    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == [len(one["input_ids"]) for one in sequences]
+    assert all(
+        batch[name].dtype == torch.int64 for name in ("input_ids", "position_ids", "cu_seqlens", "targets")
+    )
+    assert batch["cu_seqlens"].tolist() == borders and batch["lengths"] == [
+        len(one["input_ids"]) for one in sequences
+    ]
     token_map = [token for of_sequence in maps for token in of_sequence]
     assert (batch["token_map"] is None) == (len(row) == len(token_map))
     assert batch["token_map"] is None or batch["token_map"].tolist() == token_map
@@ -252,15 +276,20 @@ def test_a_flat_row_is_that_of_a_loop(random):
 
 @given(st.randoms(use_true_random=False))
 def test_fields_sum_to_totals_however_windows_split(random):
-    """Over micro-batches of any size, with starts that neighbours share: nothing is counted twice, or not at all."""
+    """Over micro-batches of any size, with starts that neighbours share: nothing is counted twice, or not at
+    all."""
     start = [random.randrange(9) for _ in range(random.randrange(20))]
     examples = []
     for _ in range(random.randrange(1, 7)):
         own = [random.randrange(9) for _ in range(random.randrange(1, 5))]
         n, ids = len(start) + len(own), np.array(start + own)
         mask = np.array([0] * len(start) + [random.randrange(2) for _ in own], np.uint8)
-        everywhere = np.array([random.choice([0.0, 1.0]) * (random.random() < 0.8) for _ in range(n)], np.float32)
-        examples.append([{"input_ids": ids, "loss_mask": mask, "every": everywhere, "trained": mask * 0.5, "number": n}])
+        everywhere = np.array(
+            [random.choice([0.0, 1.0]) * (random.random() < 0.8) for _ in range(n)], np.float32
+        )
+        examples.append(
+            [{"input_ids": ids, "loss_mask": mask, "every": everywhere, "trained": mask * 0.5, "number": n}]
+        )
     for size in (1, 2, len(examples)):
         members = [list(range(i, min(i + size, len(examples)))) for i in range(0, len(examples), size)]
         window = Window(process(), examples, members)

@@ -1,4 +1,5 @@
-"""What a flag, a variable and a line of YAML may be, which of them counts, and what a mistake in them names."""
+"""What a flag, a variable and a line of YAML may be, which of them counts, and what a mistake in them
+names."""
 
 import dataclasses
 import importlib
@@ -57,7 +58,7 @@ def refused(call, *words):
     return str(error.value)
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- numbers ------------------------------------------------------------------------------------------------
 
 
 def numeric_flags(args_class):
@@ -90,7 +91,9 @@ def test_numbers_outside_of_their_range_are_refused(script):
             try:
                 value = getattr(parse(*words, script=script), name)
             except UserError as error:
-                assert f"--{name} " in str(error) or f"--{name}:" in str(error) or is_within(number, within), error
+                assert (
+                    f"--{name} " in str(error) or f"--{name}:" in str(error) or is_within(number, within)
+                ), error
             else:
                 assert is_within(number, within) and value in (number, [number]) and not math.isinf(number)
 
@@ -109,7 +112,7 @@ def test_intervals_are_those_of_mathematics(within, inside):
     assert [number for number in numbers if is_within(number, within)] == inside
 
 
-# --- flags ------------------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,7 +154,12 @@ def test_a_wrong_flag_is_named(words, named):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_what_a_flag_needs_is_a_flag(script):
     names = {f.name for f in dataclasses.fields(args_of(script))}
-    needs = [need for name in names for need in (declared(args_of(script), name)["needs"] or "").split(", ") if need]
+    needs = [
+        need
+        for name in names
+        for need in (declared(args_of(script), name)["needs"] or "").split(", ")
+        if need
+    ]
     assert len(needs) > 5 and {need.removeprefix("no ").split("=")[0] for need in needs} <= names
 
 
@@ -165,14 +173,23 @@ def test_arguments_are_found_where_annotations_are_made_late(monkeypatch):
     assert declared(Args, "learning_rate")["within"] == "[0, inf)" and declared(Args, "word")["help"]
 
 
-# --- YAML -------------------------------------------------------------------------------------------------------------
+# --- YAML ---------------------------------------------------------------------------------------------------
 
 
 def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
     config = tmp_path / "run.yaml"
-    values = {"rate": "1e-4", "on": False, "word": "--x=1", "words": ["1", "b c"], "level": 2, "count": 7, "rates": None}
+    values = {
+        "rate": "1e-4",
+        "on": False,
+        "word": "--x=1",
+        "words": ["1", "b c"],
+        "level": 2,
+        "count": 7,
+        "rates": None,
+    }
     sources = ["a.jsonl", {"name": "b.jsonl", "columns": {"prompt": "question"}}]
-    text = yaml.safe_dump(values | {"dataset_name": sources}).replace("'1e-4'", "1e-4")  # a string in YAML 1.1
+    # a string in YAML 1.1
+    text = yaml.safe_dump(values | {"dataset_name": sources}).replace("'1e-4'", "1e-4")
     config.write_text(text + "learning_rate: -0.0\n")
     args = parse_args(Args, "no.yaml", argv=["--count", "8", "--config", str(config)])
     assert (args.rate, args.on, args.word, args.words) == (1e-4, False, "--x=1", ["1", "b c"])
@@ -207,7 +224,7 @@ def test_yaml_that_is_wrong_names_file_and_key(tmp_path, text, named):
     assert "run.yaml" in said and named in said and "T0K3N" not in said
 
 
-# --- the environment --------------------------------------------------------------------------------------------------
+# --- the environment ----------------------------------------------------------------------------------------
 
 
 def test_flags_are_above_yaml_above_the_environment_above_defaults(monkeypatch, tmp_path):
@@ -238,7 +255,12 @@ def test_variables_are_read_as_flags_are(monkeypatch, name, value, expected):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("LEARNIN_RATE", "1"), ("ALERT_WEBHOK", "https://h/T0K3N"), ("WARMUP_STEPS", "-1"), ("CONFIG", "no.yaml")],
+    [
+        ("LEARNIN_RATE", "1"),
+        ("ALERT_WEBHOK", "https://h/T0K3N"),
+        ("WARMUP_STEPS", "-1"),
+        ("CONFIG", "no.yaml"),
+    ],
 )
 def test_a_wrong_variable_is_named(monkeypatch, name, value):
     monkeypatch.setenv(f"PLAINLOOP_{name}", value)
@@ -246,7 +268,7 @@ def test_a_wrong_variable_is_named(monkeypatch, name, value):
     assert (name in said or value in said) and "T0K3N" not in said
 
 
-# --- the demo ---------------------------------------------------------------------------------------------------------
+# --- the demo -----------------------------------------------------------------------------------------------
 
 
 def test_the_demo_applies_without_model_and_dataset(monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""The losses of experiments/: against values recorded from TRL, numbers worked out by hand, and formulas of the papers."""
+"""The losses of experiments/: against values recorded from TRL, numbers worked out by hand, and formulas of
+the papers."""
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ from experiments.train_kto import kto_loss
 from experiments.train_reward import bradley_terry_loss
 from tests.test_losses import RECORDED, case_name, close
 
-# --- one answer at a time, and rewards --------------------------------------------------------------------------------
+# --- one answer at a time, and rewards ----------------------------------------------------------------------
 
 
 def kto_case(case, dtype=torch.float32):
-    """(losses, rewards, log-probabilities, labels) of a recorded case; its KL is a mean over all rows, of no gradient."""
+    """(losses, rewards, log-probabilities, labels) of a recorded case; its KL is a mean over all rows, of no
+    gradient."""
     inputs = RECORDED["kto"]["inputs"][case["inputs"]]
     logps, ref, mixed, ref_mixed = (
         torch.tensor(inputs[name], dtype=dtype) for name in ("logps", "ref_logps", "KL_logps", "ref_KL_logps")
@@ -50,7 +52,7 @@ def test_losses_of_rewards_are_trls(case):
     close((chosen - rejected).mean(), case["metrics"]["margin"])
 
 
-# --- distillation -----------------------------------------------------------------------------------------------------
+# --- distillation -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", RECORDED["distillation"]["cases"], ids=case_name)
@@ -58,7 +60,9 @@ def test_divergences_are_trls(case):
     inputs, mask = RECORDED["distillation"]["inputs"][case["inputs"]], torch.tensor(case["mask"])
     logits = torch.tensor(inputs["student_logits"], requires_grad=True)
     divergence = generalized_jsd(
-        logits / case["temperature"], torch.tensor(inputs["teacher_logits"]) / case["temperature"], case["beta"]
+        logits / case["temperature"],
+        torch.tensor(inputs["teacher_logits"]) / case["temperature"],
+        case["beta"],
     )
     loss = (divergence * mask).sum() / mask.sum()
     loss.backward()

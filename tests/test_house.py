@@ -1,4 +1,5 @@
-"""The house stays light: what imports what, how long things are, that every flag is read, that scripts read the same."""
+"""The house stays light: what imports what, how long things are, that every flag is read, that scripts read
+the same."""
 
 import ast
 import dataclasses
@@ -21,7 +22,8 @@ COMMON = ROOT / "common"
 MODULES = sorted(COMMON.rglob("*.py"))
 CORE = [path for path in MODULES if path.parent.name != "extras"]
 SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
-# From the ground up: a module imports what stands below it, and modules of its own wing. `extras` may import all.
+# From the ground up: a module imports what stands below it, and modules of its own wing. `extras` may import
+# all.
 FLOORS = [
     {"errors", "losses", "extras"},  # of extras only the table, whose modules are loaded by name
     {"files", "memory", "processes"},
@@ -66,9 +68,14 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules that a file imports, at its top and inside of functions; not those for type checkers only."""
+    """The modules that a file imports, at its top and inside of functions; not those for type checkers
+    only."""
     tree, found = ast.parse(path.read_text()), set()
-    tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
+    tree.body = [
+        node
+        for node in tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
@@ -96,12 +103,15 @@ def code_lines(path: Path) -> int:
         if token.string.strip() and token.type != tokenize.COMMENT:
             lines |= set(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return len(lines)
 
 
-# --- what imports what ----------------------------------------------------------------------------------------------
+# --- what imports what --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", CORE, ids=name_of)
@@ -109,9 +119,13 @@ def test_imports_go_down(path):
     name = name_of(path)
     for module in filter(is_ours, imports_of(path)):
         assert module in NAMES, f"{name} imports {module}: a script, or nothing"
-        assert not module.startswith("common.extras."), f"{name} imports {module}: extra(...) loads it, in a function"
+        assert not module.startswith("common.extras."), (
+            f"{name} imports {module}: extra(...) loads it, in a function"
+        )
         same_wing = name.split(".")[:2] == module.split(".")[:2]
-        assert floor_of(module) < floor_of(name) or same_wing, f"{name} imports {module}, which stands above it"
+        assert floor_of(module) < floor_of(name) or same_wing, (
+            f"{name} imports {module}, which stands above it"
+        )
 
 
 def test_no_circle_and_nothing_below_the_ground():
@@ -127,10 +141,14 @@ def test_no_circle_and_nothing_below_the_ground():
 def test_the_table_of_extras_is_complete():
     there = {path.stem for path in (COMMON / "extras").glob("[!_]*.py")}
     assert there == EXTRAS.keys()
-    code = "".join(path.read_text() for path in [*MODULES, *map(path_of, SCRIPTS), *(ROOT / "tools").glob("*.py")])
+    code = "".join(
+        path.read_text() for path in [*MODULES, *map(path_of, SCRIPTS), *(ROOT / "tools").glob("*.py")]
+    )
     for name, asked_by in EXTRAS.items():
         assert f'extra("{name}")' in code or f"common.extras.{name}" in code, f"{name}: nothing loads it"
-        assert set(re.findall(r"--(\w+)", asked_by)) <= {f.name for script in FOUR for f in fields_of(script)}, asked_by
+        assert set(re.findall(r"--(\w+)", asked_by)) <= {
+            f.name for script in FOUR for f in fields_of(script)
+        }, asked_by
 
 
 def test_every_imported_name_of_ours_exists():
@@ -141,25 +159,35 @@ def test_every_imported_name_of_ours_exists():
             if isinstance(node, ast.ImportFrom) and is_ours(node.module):
                 module = importlib.import_module(node.module)
                 for name in node.names:
-                    there = name.name == "*" or hasattr(module, name.name) or f"{node.module}.{name.name}" in NAMES
+                    there = (
+                        name.name == "*"
+                        or hasattr(module, name.name)
+                        or f"{node.module}.{name.name}" in NAMES
+                    )
                     assert there, f"{path.relative_to(ROOT)} imports {name.name} from {node.module}"
 
 
-# --- how long things are --------------------------------------------------------------------------------------------
+# --- how long things are ------------------------------------------------------------------------------------
 
 
 def test_the_house_is_light():
-    parts = {"common without extras": CORE, "common": MODULES, "tests": sorted((ROOT / "tests").rglob("*.py"))}
+    parts = {
+        "common without extras": CORE,
+        "common": MODULES,
+        "tests": sorted((ROOT / "tests").rglob("*.py")),
+    }
     for part, (lines, files) in LIGHT.items():
         found = sum(map(code_lines, parts[part]))
-        assert found <= lines and len(parts[part]) <= files, f"{part}: {found} lines in {len(parts[part])} files"
+        assert found <= lines and len(parts[part]) <= files, (
+            f"{part}: {found} lines in {len(parts[part])} files"
+        )
     for path in MODULES:
         assert code_lines(path) <= LONGEST, path
     for script in SCRIPTS:
         assert code_lines(path_of(script)) <= SCRIPT_LINES.get(script, 160), script
 
 
-# --- flags ----------------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 READ = re.compile(r'\bargs(?:\.|\["|\.get\("|, ")(\w+)|\bself\.(?!args\b)(\w+)|\bvalues\["(\w+)"\]')
@@ -189,7 +217,7 @@ def test_common_reads_shared_arguments_only():
         assert own and not read, f"{name_of(path)} reads {read}"
 
 
-# --- scripts and configs --------------------------------------------------------------------------------------------
+# --- scripts and configs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -197,12 +225,18 @@ def test_a_script_is_written_from_top_to_bottom(script):
     source = path_of(script).read_text()
     docstring, *statements = ast.parse(source).body
     kinds = [isinstance(node, ast.Import | ast.ImportFrom) for node in statements]
-    assert isinstance(docstring.value, ast.Constant) and kinds == sorted(kinds, reverse=True), "an import below code"
-    below = [node for statement in statements[sum(kinds) :] for node in ast.walk(statement)]
-    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in below), "an import inside of a function"
-    assert not any(name.startswith(("train_", "experiments.train_")) for name in imports_of(path_of(script))), (
-        "another script"
+    assert isinstance(docstring.value, ast.Constant) and kinds == sorted(kinds, reverse=True), (
+        "an import below code"
     )
+    below = [node for statement in statements[sum(kinds) :] for node in ast.walk(statement)]
+    assert not any(isinstance(node, ast.Import | ast.ImportFrom) for node in below), (
+        "an import inside of a function"
+    )
+    assert not any(
+        name.startswith(("train_", "experiments.train_")) for name in imports_of(path_of(script))
+    ), "another script"
     assert ast.unparse(statements[-1]).startswith("if __name__ == '__main__':\n    launch(main, Args, demo=")
-    banners = [name.removesuffix(" and reference") for name in re.findall(r"^    # --- (.+?) -+$", source, re.M)]
+    banners = [
+        name.removesuffix(" and reference") for name in re.findall(r"^    # --- (.+?) -+$", source, re.M)
+    ]
     assert banners == ["data", "model", "the gradient of a window", "loop"]

@@ -42,12 +42,15 @@ def close(found: torch.Tensor, wanted, tolerance: float = 1e-5) -> None:
 
 
 def case_name(case: dict) -> str:
-    shown = [f"{k}={v}" for k, v in case.items() if isinstance(v, int | float) and k not in ("loss", "simpo_gamma")]
+    shown = [
+        f"{k}={v}" for k, v in case.items() if isinstance(v, int | float) and k not in ("loss", "simpo_gamma")
+    ]
     return " ".join([case.get("loss_type") or case.get("scale_rewards") or case["inputs"], *shown])
 
 
 def flat_row(rows: list[list[float]], lengths: list[int]) -> torch.Tensor:
-    """Rows end to end; the first token of each has no log-probability: column i of a row is its token i + 1."""
+    """Rows end to end; the first token of each has no log-probability: column i of a row is its token i +
+    1."""
     return torch.cat([torch.tensor([0.0, *row[: n - 1]]) for row, n in zip(rows, lengths, strict=True)])
 
 
@@ -55,7 +58,7 @@ def borders(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)
 
 
-# --- sums over the sequences of a flat row --------------------------------------------------------------------------
+# --- sums over the sequences of a flat row ------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
@@ -63,7 +66,9 @@ def borders(lengths: list[int]) -> torch.Tensor:
 def test_segments_are_those_of_a_loop(sequences):
     lengths = [len(sequence) for sequence in sequences]
     values = tensor(*(value for sequence in sequences for value in sequence)).requires_grad_()
-    assert segment_ids(borders(lengths), len(values)).tolist() == [s for s, n in enumerate(lengths) for _ in range(n)]
+    assert segment_ids(borders(lengths), len(values)).tolist() == [
+        s for s, n in enumerate(lengths) for _ in range(n)
+    ]
     sums = segment_sum(values, borders(lengths))
     close(sums, [sum(sequence) for sequence in sequences], 1e-12)
     factors = tensor(*range(1, len(lengths) + 1))
@@ -71,7 +76,7 @@ def test_segments_are_those_of_a_loop(sequences):
     close(values.grad, factors[segment_ids(borders(lengths), len(values))], 1e-12)
 
 
-# --- DPO and its family: recorded -----------------------------------------------------------------------------------
+# --- DPO and its family: recorded ---------------------------------------------------------------------------
 
 
 def preference(case, logps, ref, mask, sides, borders_of=None):
@@ -87,13 +92,17 @@ def preference(case, logps, ref, mask, sides, borders_of=None):
 
 @pytest.mark.parametrize("case", RECORDED["dpo"]["cases"], ids=case_name)
 def test_preference_losses_are_trls(case):
-    """On the flat row of the recorded pairs, chosen and rejected in turn. TRL ignores label_smoothing for sigmoid: its
-    smoothed form is compared below, with CPO's recorded values and with the formula."""
+    """On the flat row of the recorded pairs, chosen and rejected in turn. TRL ignores label_smoothing for
+    sigmoid: its smoothed form is compared below, with CPO's recorded values and with the formula."""
     inputs = RECORDED["dpo"]
     order = [0, 4, 1, 5, 2, 6, 3, 7]
     lengths = [inputs["lengths"][i] for i in order]
-    logps, ref, mask = (flat_row([inputs[x][i] for i in order], lengths) for x in ("logps", "ref_logps", "mask"))
-    loss = preference(case, logps.requires_grad_(), ref, mask, (slice(0, None, 2), slice(1, None, 2)), borders(lengths))
+    logps, ref, mask = (
+        flat_row([inputs[x][i] for i in order], lengths) for x in ("logps", "ref_logps", "mask")
+    )
+    loss = preference(
+        case, logps.requires_grad_(), ref, mask, (slice(0, None, 2), slice(1, None, 2)), borders(lengths)
+    )
     loss.backward()
     close(loss, case["loss"])
     per_token = [[case["grad_per_token"][i]] * 9 for i in order]
@@ -103,7 +112,9 @@ def test_preference_losses_are_trls(case):
 @pytest.mark.parametrize("case", RECORDED["dpo_more"]["cases"], ids=case_name)
 def test_newer_preference_losses_are_trls(case):
     inputs = RECORDED["dpo_more"]
-    logps, ref, mask = (torch.tensor(inputs[name]).float() for name in ("logps", "ref_logps", "completion_mask"))
+    logps, ref, mask = (
+        torch.tensor(inputs[name]).float() for name in ("logps", "ref_logps", "completion_mask")
+    )
     mask = mask[:, 1:]  # column i of the log-probabilities is token i + 1
     loss = preference(case, logps.requires_grad_(), ref, mask, (slice(4), slice(4, 8)))
     loss.backward()
@@ -112,10 +123,14 @@ def test_newer_preference_losses_are_trls(case):
 
 
 def reference_free(case: dict, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """The loss of mean log-probabilities (B,), given to dpo_loss as sums over tokens: 3 and 5, or 1 where no mean is
-    taken. The reference gives probability 1, which leaves it out."""
+    """The loss of mean log-probabilities (B,), given to dpo_loss as sums over tokens: 3 and 5, or 1 where no
+    mean is taken. The reference gives probability 1, which leaves it out."""
     simpo = case["loss_type"] == "simpo"
-    n, m, zero = torch.full_like(chosen, 3 if simpo else 1), torch.full_like(chosen, 5 if simpo else 1), chosen * 0
+    n, m, zero = (
+        torch.full_like(chosen, 3 if simpo else 1),
+        torch.full_like(chosen, 5 if simpo else 1),
+        chosen * 0,
+    )
     options = {k: case[k] for k in ("beta", "loss_type", "label_smoothing", "simpo_gamma")}
     return dpo_loss(chosen * n, rejected * m, zero.detach(), zero.detach(), n, m, **options)[0]
 
@@ -124,7 +139,9 @@ def reference_free(case: dict, chosen: torch.Tensor, rejected: torch.Tensor) -> 
 def test_losses_without_reference_are_trls(case):
     """Among them simpo, and the conservative form of sigmoid and simpo with label_smoothing 0.1."""
     inputs = RECORDED["cpo"]
-    chosen, rejected = (torch.tensor(inputs[x], requires_grad=True) for x in ("chosen_logps", "rejected_logps"))
+    chosen, rejected = (
+        torch.tensor(inputs[x], requires_grad=True) for x in ("chosen_logps", "rejected_logps")
+    )
     losses = reference_free(case, chosen, rejected)
     losses.mean().backward()
     close(losses, case["losses"])
@@ -132,7 +149,7 @@ def test_losses_without_reference_are_trls(case):
     close(rejected.grad, case["grad_rejected"])
 
 
-# --- DPO and its family: by hand ------------------------------------------------------------------------------------
+# --- DPO and its family: by hand ----------------------------------------------------------------------------
 
 
 def log_sigmoid(x: float) -> float:
@@ -164,7 +181,11 @@ PAIR = [(-2.0,), (-3.0,), (-3.5,), (-2.5,), (4.0,), (2.0,)]
         ("apo_zero", {}, 1 - sigmoid(0.75) + sigmoid(-0.25)),
         ("sppo_hard", {}, 0.5),  # (1.5 - 1)² + (-0.5 + 1)²
         ("simpo", {"simpo_gamma": 0.2}, -log_sigmoid(0.3)),  # 0.5 · (-0.5 + 1.5) - 0.2
-        ("simpo", {"simpo_gamma": 0.2, "label_smoothing": 0.2}, -0.8 * log_sigmoid(0.3) - 0.2 * log_sigmoid(-0.3)),
+        (
+            "simpo",
+            {"simpo_gamma": 0.2, "label_smoothing": 0.2},
+            -0.8 * log_sigmoid(0.3) - 0.2 * log_sigmoid(-0.3),
+        ),
     ],
 )
 def test_a_preference_loss_by_hand(loss_type, options, wanted):
@@ -175,7 +196,8 @@ def test_a_preference_loss_by_hand(loss_type, options, wanted):
 
 
 def test_orpo_compares_odds():
-    """Mean probabilities 0.6 and 0.2: odds 3/2 and 1/4, a ratio of 6; -0.1 · log(6/7). The reference is not read."""
+    """Mean probabilities 0.6 and 0.2: odds 3/2 and 1/4, a ratio of 6; -0.1 · log(6/7). The reference is not
+    read."""
     pair = (3 * tensor(0.6).log(), 5 * tensor(0.2).log(), tensor(NAN), tensor(NAN), tensor(3.0), tensor(5.0))
     losses, _, _ = dpo_loss(*pair, beta=0.1, loss_type="orpo")
     close(losses, [0.1 * math.log(7 / 6)], 1e-12)
@@ -194,7 +216,9 @@ def test_several_types_are_summed_by_weight():
     pair = [tensor(x, x - 1) for (x,) in PAIR[:4]] + [tensor(4.0, 1.0), tensor(2.0, 3.0)]
     apart = [dpo_loss(*pair, beta=0.5, loss_type=loss_type) for loss_type in ("simpo", "sigmoid")]
     for weights, (first, second) in ((None, (1, 1)), ([0.25, 3.0], (0.25, 3.0))):
-        losses, chosen, rejected = dpo_loss(*pair, beta=0.5, loss_type=["simpo", "sigmoid"], loss_weights=weights)
+        losses, chosen, rejected = dpo_loss(
+            *pair, beta=0.5, loss_type=["simpo", "sigmoid"], loss_weights=weights
+        )
         close(losses, first * apart[0][0] + second * apart[1][0], 1e-12)
         assert torch.equal(chosen, apart[0][1]) and torch.equal(rejected, apart[0][2])
 
@@ -210,7 +234,11 @@ def test_log1mexp_is_accurate_at_both_ends(x):
     assert found.grad.item() == pytest.approx(-math.exp(x) / -math.expm1(x), rel=1e-5)
 
 
-NO_SENSE = [{"loss_type": "dpo"}, {"loss_type": ["sigmoid", "sigmoids"]}, {"loss_type": "robust", "label_smoothing": 0.5}]
+NO_SENSE = [
+    {"loss_type": "dpo"},
+    {"loss_type": ["sigmoid", "sigmoids"]},
+    {"loss_type": "robust", "label_smoothing": 0.5},
+]
 NO_SENSE += [{"loss_type": "sigmoid", "label_smoothing": -0.1}]
 NO_SENSE += [{"loss_type": name, "label_smoothing": 0.1} for name in DPO_LOSS_TYPES if name not in SMOOTHED]
 
@@ -233,7 +261,7 @@ def test_unknown_kinds_are_refused():
             call()
 
 
-# --- rewards and advantages -----------------------------------------------------------------------------------------
+# --- rewards and advantages ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", RECORDED["advantages"]["cases"], ids=case_name)
@@ -243,7 +271,9 @@ def test_advantages_are_trls(case):
     close(group_advantages(rewards.view(2, 4), case["scale_rewards"]).flatten(), case["advantages"])
 
 
-@pytest.mark.parametrize("case", RECORDED["rloo"]["cases"], ids=lambda case: f"{case['name']} {case['num_generations']}")
+@pytest.mark.parametrize(
+    "case", RECORDED["rloo"]["cases"], ids=lambda case: f"{case['name']} {case['num_generations']}"
+)
 def test_leave_one_out_advantages_are_trls(case):
     """With functions that gave nothing, and groups of which one or none was scored."""
     table = torch.tensor([[NAN if r is None else r for r in row] for row in case["rewards_per_func"]])
@@ -253,11 +283,18 @@ def test_leave_one_out_advantages_are_trls(case):
 
 
 def test_reinforce_pp_compares_with_all_rewards():
-    """By hand: 1, 3 and 5, 7 (mean 4, std √(20/3)); a group without spread counts, nothing at all where no reward differs."""
+    """By hand: 1, 3 and 5, 7 (mean 4, std √(20/3)); a group without spread counts, nothing at all where no
+    reward differs."""
     rewards = tensor(1.0, 3.0, 5.0, 7.0).view(2, 2)
     std = math.sqrt(20 / 3) + 1e-4
-    close(group_advantages(rewards, "batch", "reinforce_pp"), [[-3 / std, -1 / std], [1 / std, 3 / std]], 1e-12)
-    close(group_advantages(tensor(2.0, 2.0, 5.0, 5.0).view(2, 2), "none", "reinforce_pp"), [[-1.5, -1.5], [1.5, 1.5]], 1e-12)
+    close(
+        group_advantages(rewards, "batch", "reinforce_pp"), [[-3 / std, -1 / std], [1 / std, 3 / std]], 1e-12
+    )
+    close(
+        group_advantages(tensor(2.0, 2.0, 5.0, 5.0).view(2, 2), "none", "reinforce_pp"),
+        [[-1.5, -1.5], [1.5, 1.5]],
+        1e-12,
+    )
     assert group_advantages(torch.full((2, 2), 0.1), "none", "reinforce_pp").tolist() == [[0, 0], [0, 0]]
     for some in (rewards, tensor(1.0, 1.0, 0.0, 1.0).view(2, 2)):  # of a group of equal rewards the std is 0
         batch = group_advantages(some, "batch", "reinforce_pp")
@@ -277,7 +314,9 @@ def test_advantages_are_those_of_a_loop_over_groups(groups, scale):
         if len(set(known)) < 2:
             wanted.append([0.0] * 4)
             continue
-        std = {"group": statistics.stdev(known), "batch": statistics.stdev(everything), "none": 1 - 1e-4}[scale]
+        std = {"group": statistics.stdev(known), "batch": statistics.stdev(everything), "none": 1 - 1e-4}[
+            scale
+        ]
         mean = statistics.mean(known)
         wanted.append([0.0 if math.isnan(r) else (r - mean) / (std + 1e-4) for r in group])
     close(group_advantages(torch.tensor(groups, dtype=torch.float64), scale), wanted, 1e-9)
@@ -285,19 +324,26 @@ def test_advantages_are_those_of_a_loop_over_groups(groups, scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_group_without_spread_gets_0(scale):
-    """Also where the mean of equal numbers is not that number, as for 0.1 in float32, and where nobody has a reward."""
+    """Also where the mean of equal numbers is not that number, as for 0.1 in float32, and where nobody has a
+    reward."""
     rewards = torch.tensor([[0.1] * 7, [0.1] * 5 + [NAN] * 2, [3.0] + [NAN] * 6, [NAN] * 7])
     assert (group_advantages(rewards, scale) == 0).all()
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 def test_a_token_weighs_as_its_sampling_ratio(loss_type):
-    """min(π_old / π_sampler, cap) times the policy's part, and not the KL, without a gradient of its own. By hand."""
+    """min(π_old / π_sampler, cap) times the policy's part, and not the KL, without a gradient of its own. By
+    hand."""
     logps = torch.tensor([0.0, -1.0, -1.2, -0.5], requires_grad=True)
     old, ref = torch.tensor([0.0, -1.1, -1.0, -0.5]), torch.tensor([0.0, -1.3, -1.0, -0.7])
     sampled = torch.tensor([0.0, -1.1 - math.log(1.5), -1.0 - math.log(9.0), -0.5 + math.log(4.0)])
     advantages, mask = torch.tensor([0.0, 2.0, 2.0, 2.0]), torch.tensor([0.0, 1.0, 1.0, 1.0])
-    options = {"epsilon": 0.5, "epsilon_high": 5.0 if loss_type == "cispo" else 0.5, "beta": 0.25, "loss_type": loss_type}
+    options = {
+        "epsilon": 0.5,
+        "epsilon_high": 5.0 if loss_type == "cispo" else 0.5,
+        "beta": 0.25,
+        "loss_type": loss_type,
+    }
     rows = (logps, old, ref, advantages, mask, borders([4]))
     losses, stats = grpo_loss(*rows, **options, sampled_logps=sampled, importance_cap=3.0)
     alone, _ = grpo_loss(*rows, **options)
@@ -313,22 +359,29 @@ def test_a_token_weighs_as_its_sampling_ratio(loss_type):
     torch.testing.assert_close(stats["sampling/logp_difference"], difference)
 
 
-# --- GRPO and its family: recorded ----------------------------------------------------------------------------------
+# --- GRPO and its family: recorded --------------------------------------------------------------------------
 
 
-GRPO_CASES = [(name, case) for name in ("grpo", "grpo_cispo", "grpo_more") for case in RECORDED[name]["cases"]]
+GRPO_CASES = [
+    (name, case) for name in ("grpo", "grpo_cispo", "grpo_more") for case in RECORDED[name]["cases"]
+]
 
 
-@pytest.mark.parametrize(("inputs", "case"), GRPO_CASES, ids=[f"{name} {case_name(case)}" for name, case in GRPO_CASES])
+@pytest.mark.parametrize(
+    ("inputs", "case"), GRPO_CASES, ids=[f"{name} {case_name(case)}" for name, case in GRPO_CASES]
+)
 def test_policy_losses_are_trls(inputs, case):
     """On a flat row, in which each completion follows one token of prompt.
 
-    A window is grad_accum of TRL's micro-batches, of which this is one: 4 completions, 20 tokens, or 5 and 19.
+    A window is grad_accum of TRL's micro-batches, of which this is one: 4 completions, 20 tokens, or 5 and
+    19.
     """
     inputs = RECORDED[inputs]
     all_tokens = sum(map(sum, inputs["mask"]))
     lengths = [1 + sum(row) for row in inputs["mask"]]
-    logps, old, ref, mask = (flat_row(inputs[x], lengths) for x in ("logps", "old_logps", "ref_logps", "mask"))
+    logps, old, ref, mask = (
+        flat_row(inputs[x], lengths) for x in ("logps", "old_logps", "ref_logps", "mask")
+    )
     cu_seqlens = borders(lengths)
     sequence = segment_ids(cu_seqlens, len(mask))
     logps.requires_grad_()
@@ -375,11 +428,12 @@ def test_policy_losses_are_trls(inputs, case):
         close(stats["clip_ratio/high_mean"].sum() / all_tokens, case["metrics"]["cispo_clip_ratio"])
 
 
-# --- GRPO and its family: by hand -----------------------------------------------------------------------------------
+# --- GRPO and its family: by hand ---------------------------------------------------------------------------
 
 
 def one_token(ratio: float, advantage: float, **options) -> tuple[float, float, dict[str, float]]:
-    """The loss of a token after one token of prompt, its derivative by the log-probability, and the statistics."""
+    """The loss of a token after one token of prompt, its derivative by the log-probability, and the
+    statistics."""
     logps = tensor(0.0, math.log(0.1 * ratio)).requires_grad_()
     old, mask = tensor(0.0, math.log(0.1)), tensor(0.0, 1.0)
     ref = options.pop("ref", None)
@@ -410,14 +464,17 @@ def test_the_ratio_is_clipped(ratio, advantage, loss, slope, clipped):
 
 @pytest.mark.parametrize("sampled_from", ["the policy", "an older policy"])
 def test_kl_gradient_is_the_exact_reverse_kls(sampled_from):
-    """Three tokens, all enumerated with the probability that they are sampled; finite differences of the exact KL."""
+    """Three tokens, all enumerated with the probability that they are sampled; finite differences of the
+    exact KL."""
     theta, ref = [0.3, -0.5, 1.1], [0.2, 0.7, 0.1]
     softmax = [math.exp(x) / sum(map(math.exp, theta)) for x in theta]
     old = softmax if sampled_from == "the policy" else [0.5, 0.3, 0.2]
 
     def reverse_kl(theta: list[float]) -> float:
         total = sum(map(math.exp, theta))
-        return sum(math.exp(x) / total * (x - math.log(total) - math.log(r)) for x, r in zip(theta, ref, strict=True))
+        return sum(
+            math.exp(x) / total * (x - math.log(total) - math.log(r)) for x, r in zip(theta, ref, strict=True)
+        )
 
     h, exact = 1e-6, []
     for i in range(3):
@@ -449,7 +506,9 @@ def test_a_sequence_ratio_is_the_geometric_mean():
     logps = torch.where(logps > 0, logps, 1.0).log().requires_grad_()
     old = torch.where(tensor(0.0, 0.1, 0.3, 0.0, 0.2) > 0, tensor(1, 0.1, 0.3, 1, 0.2), 1.0).log()
     mask, advantages, cu_seqlens = tensor(0, 1, 1, 0, 1), tensor(-1, -1, -1, 1, 1), torch.tensor([0, 3, 5])
-    losses, _ = grpo_loss(logps, old, None, advantages, mask, cu_seqlens, importance_sampling_level="sequence")
+    losses, _ = grpo_loss(
+        logps, old, None, advantages, mask, cu_seqlens, importance_sampling_level="sequence"
+    )
     losses.sum().backward()
     close(losses, [0, math.sqrt(2), math.sqrt(2), 0, -1.2], 1e-12)
     close(logps.grad, [0, math.sqrt(2), math.sqrt(2), 0, 0], 1e-12)  # d(2 √(ρ1 ρ2)) / d log ρ1
@@ -475,7 +534,9 @@ def test_untrained_tokens_count_nothing():
     assert not any(value.requires_grad for value in stats.values())
 
 
-def window_weights(loss_type: str, tokens: list[float], trained: list[float] | None = None, **options) -> torch.Tensor:
+def window_weights(
+    loss_type: str, tokens: list[float], trained: list[float] | None = None, **options
+) -> torch.Tensor:
     trained = trained or [1.0] * len(tokens)
     counts = {
         "window_tokens": sum(n for n, t in zip(tokens, trained, strict=True) if t),

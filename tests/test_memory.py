@@ -35,12 +35,17 @@ RAN_OUT = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     MemoryError("Unable to allocate 7.28 TiB for an array"),
     real_cpu_error(),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
-    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4398046511104 bytes."),  # Windows
+    RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+    ),
+    # Windows
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 4398046511104 bytes."),
     RuntimeError("CUDA error: out of memory"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    RuntimeError("MPS backend out of memory (MPS allocated: 17.94 GB, other allocations: 1.13 GB, max allowed: 18.13 GB)"),
+    RuntimeError(
+        "MPS backend out of memory (MPS allocated: 17.94 GB, other allocations: 1.13 GB, max allowed: 18.13 GB)"
+    ),
     RuntimeError("std::bad_alloc"),
 ]
 
@@ -51,7 +56,8 @@ def test_running_out_is_recognised(error):
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error: device-side assert triggered"), ValueError("out of memory"), KeyError()]
+    "error",
+    [RuntimeError("CUDA error: device-side assert triggered"), ValueError("out of memory"), KeyError()],
 )
 def test_another_error_is_not_taken_for_it(error):
     assert not is_oom(error)
@@ -64,7 +70,12 @@ def test_caches_are_emptied_above_the_threshold():
 
 
 def test_on_cuda_caches_count_and_are_emptied_only_if_asked(monkeypatch):
-    found = {"mem_get_info": (0, 100), "memory_allocated": 40, "max_memory_allocated": 95, "memory_reserved": 95}
+    found = {
+        "mem_get_info": (0, 100),
+        "memory_allocated": 40,
+        "max_memory_allocated": 95,
+        "memory_reserved": 95,
+    }
     for name, value in found.items():
         monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -1,4 +1,5 @@
-"""The oldest versions that the README names (requirements-oldest.txt), without `datasets`, in an environment of their own.
+"""The oldest versions that the README names (requirements-oldest.txt), without `datasets`, in an environment
+of their own.
 
     OLDEST_PYTHON=folder/bin/python pytest -m slow tests/test_oldest.py     # one that is there already
 
@@ -38,7 +39,17 @@ def oldest(tmp_path_factory):
         pytest.skip(f"{free:.0f} GiB of disk are free, an environment with PyTorch from PyPI needs 12")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
-    command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile", "-r", str(REQUIREMENTS)]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-cache-dir",
+        "--no-compile",
+        "-r",
+        str(REQUIREMENTS),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     if done.returncode and re.search(NO_INDEX, done.stderr):
         pytest.skip(f"pip finds no index with these versions: {done.stderr.strip().splitlines()[-1][:200]}")
@@ -50,19 +61,21 @@ def oldest(tmp_path_factory):
 def in_it(python, *words, timeout=1500):
     env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     env.pop("PYTHONPATH", None)
-    done = subprocess.run([python, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [python, *map(str, words)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_oldest_versions_train(stage, oldest, tmp_path):
-    words = (
-        "--max_steps 2 --max_train_samples 256 --max_eval_samples 4 --eval_max_new_tokens 4 --logging_steps 1 --save_steps 1"
-    )
+    words = "--max_steps 2 --max_train_samples 256 --max_eval_samples 4 --eval_max_new_tokens 4 --logging_steps 1 --save_steps 1"
     model = [] if stage == "pretrain" else ["--model_name_or_path", "data/base_model"]
     config = ["--config", f"data/configs/{stage}.yaml"]
-    out = in_it(oldest, f"train_{stage}.py", *config, *model, *words.split(), "--output_dir", tmp_path / "out")
+    out = in_it(
+        oldest, f"train_{stage}.py", *config, *model, *words.split(), "--output_dir", tmp_path / "out"
+    )
     assert (tmp_path / "out" / "summary.json").exists() and "saved in" in out
 
 

@@ -17,7 +17,8 @@ SIZE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    "initializer_range": 0.3,  # large, so that the most probable token stands out and differs from place to place
+    # large, so that the most probable token stands out and differs from place to place
+    "initializer_range": 0.3,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 0,
@@ -25,14 +26,27 @@ SIZE = {
 HEAD, MOE = {"head_dim": 8}, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FEW = {"vocab_size": V, "hidden_size": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
 WINDOW = {**SIZE, **HEAD, "sliding_window": 6}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
 # The name of the configuration's class, and its sizes.
 TINY = {
     "llama": ("LlamaConfig", SIZE),
     "qwen3": ("Qwen3Config", {**SIZE, "head_dim": 12, "tie_word_embeddings": True}),
     "gpt2": (
         "GPT2Config",
-        {**FEW, "n_positions": 128, "initializer_range": 0.3, "resid_pdrop": 0.5, "embd_pdrop": 0.5, "attn_pdrop": 0.5},
+        {
+            **FEW,
+            "n_positions": 128,
+            "initializer_range": 0.3,
+            "resid_pdrop": 0.5,
+            "embd_pdrop": 0.5,
+            "attn_pdrop": 0.5,
+        },
     ),
     "mistral": ("MistralConfig", WINDOW),
 }
@@ -66,11 +80,21 @@ FAMILIES = TINY | {
         {**SIZE, **HEAD, "intermediate_size_mlp": 64, "attention_chunk_size": 5, "num_local_experts": 4}
         | {"num_experts_per_tok": 1},
     ),
-    "deepseek-v3": ("DeepseekV3Config", {**SIZE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2}),
+    "deepseek-v3": (
+        "DeepseekV3Config",
+        {**SIZE, **LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2},
+    ),
     # Its layers choose four of the tokens before: among those of one prompt, sampled by itself.
     "deepseek-v32": (
         "DeepseekV32Config",
-        {**SIZE, **LATENT, "num_key_value_heads": 4, "index_topk": 4, "index_n_heads": 16, "index_head_dim": 8}
+        {
+            **SIZE,
+            **LATENT,
+            "num_key_value_heads": 4,
+            "index_topk": 4,
+            "index_n_heads": 16,
+            "index_head_dim": 8,
+        }
         | {"first_k_dense_replace": 2},
     ),
 }
@@ -82,7 +106,8 @@ def tiny_config(kind: str) -> transformers.PreTrainedConfig:
 
 
 def tiny_lm(kind: str, seed: int = 0) -> transformers.PreTrainedModel:
-    """A model as transformers makes it, in eval mode. gpt2 has dropout, mistral a sliding window of 6 tokens."""
+    """A model as transformers makes it, in eval mode. gpt2 has dropout, mistral a sliding window of 6
+    tokens."""
     torch.manual_seed(seed)
     return transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
 
@@ -93,15 +118,25 @@ def tiny_pair(kind: str, seed: int = 0) -> tuple[FlatModel, transformers.PreTrai
     return wrap(copy.deepcopy(lm)).train(), lm
 
 
-# Models with layers that carry a state along a sequence: the name of the configuration's class, and its sizes.
+# Models with layers that carry a state along a sequence: the name of the configuration's class, and its
+# sizes.
 FOUR = {**SIZE, "num_hidden_layers": 4, "num_key_value_heads": 4}
 LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4}
-DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 DELTA |= {**LINEAR, **HEAD}
 CONV = {"layer_types": ["conv", "full_attention"]}
 MLA = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-PURE = {name: SIZE[name] for name in SIZE if name not in ("intermediate_size", "num_attention_heads", "num_key_value_heads")}
+PURE = {
+    name: SIZE[name]
+    for name in SIZE
+    if name not in ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+}
 PURE |= {"state_size": 8}
 ZAMBA = {"mamba_d_state": 8, "mamba_expand": 2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}
 HYBRIDS = {
@@ -121,12 +156,24 @@ HYBRIDS = {
     "bamba": ("BambaConfig", {**SIZE, **SSM, "attn_layer_indices": [1]}),
     "granite-hybrid": (
         "GraniteMoeHybridConfig",
-        {**SIZE, **SSM, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2}
+        {
+            **SIZE,
+            **SSM,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        }
         | {"shared_intermediate_size": 24, "mamba_expand": 2},
     ),
     "jamba": (
         "JambaConfig",
-        {**SIZE, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+        {
+            **SIZE,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        }
         | {"num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 4, "mamba_proj_bias": True},
     ),
     "mamba": ("MambaConfig", PURE),
@@ -138,7 +185,10 @@ HYBRIDS = {
         | {"mlp_layer_types": ["dense"] + ["sparse"] * 3},
     ),
     "olmo-hybrid": ("OlmoHybridConfig", {**FOUR, **DELTA}),
-    "zamba": ("ZambaConfig", {**FOUR, **ZAMBA, "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 16}),
+    "zamba": (
+        "ZambaConfig",
+        {**FOUR, **ZAMBA, "mamba_dt_rank": 4, "n_mamba_heads": 2, "attention_head_dim": 16},
+    ),
     "zamba2": (
         "Zamba2Config",
         {**FOUR, **ZAMBA, "n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 1, "chunk_size": 8}

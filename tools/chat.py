@@ -1,8 +1,9 @@
 """Talk to a model: `python -m tools.chat outputs/sft`.
 
-The model is the folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Answers appear as they are
-generated; Ctrl-C stops one early, and leaves at the prompt. The arrow keys bring earlier lines back; lines that are pasted
-together are one message (where Python has GNU readline). A line that begins with a slash is a command:
+The model is the folder of a run, one of its checkpoints, an adapter, or a name on the Hub. Answers appear as
+they are generated; Ctrl-C stops one early, and leaves at the prompt. The arrow keys bring earlier lines back;
+lines that are pasted together are one message (where Python has GNU readline). A line that begins with a
+slash is a command:
 
     /system TEXT        start over, with this system message (without TEXT: with none)
     /retry              generate the last answer again
@@ -11,8 +12,8 @@ together are one message (where Python has GNU readline). A line that begins wit
     /help               this page
     /quit               exit, as does the end of the input (Ctrl-D)
 
-With --prompt, prints only the text of one answer, and exits. With --web, the chat is a page for the browser, at the address
-that is printed (needs gradio).
+With --prompt, prints only the text of one answer, and exits. With --web, the chat is a page for the browser,
+at the address that is printed (needs gradio).
 """
 
 import argparse
@@ -48,11 +49,14 @@ def load(name: str, *, trust_remote_code: bool = False) -> "tuple[PreTrainedMode
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         if Path(name, "adapter_config.json").exists():
             peft = import_peft(f"the adapter {name}")
-            if Path(name, "generation_config.json").exists():  # peft would use the base's, which has other stop tokens
+            # peft would use the base's, which has other stop tokens
+            if Path(name, "generation_config.json").exists():
                 options["generation_config"] = transformers.GenerationConfig.from_pretrained(name)
             model = peft.AutoPeftModelForCausalLM.from_pretrained(name, **options)
         else:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(name, **options, output_loading_info=True)
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                name, **options, output_loading_info=True
+            )
             check_weights(name, model, info)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     return model.eval().to(device), tokenizer
@@ -62,7 +66,12 @@ class Chat:
     """The messages so far, and the generation of answers."""
 
     def __init__(self, model: Any, tokenizer: Any, *, system: str, temperature: float, max_new_tokens: int):
-        self.model, self.tokenizer, self.temperature, self.max_new_tokens = model, tokenizer, temperature, max_new_tokens
+        self.model, self.tokenizer, self.temperature, self.max_new_tokens = (
+            model,
+            tokenizer,
+            temperature,
+            max_new_tokens,
+        )
         self.begin(system)
 
     def begin(self, system: str) -> None:
@@ -74,7 +83,8 @@ class Chat:
     def answer(self, messages: list[dict[str, str]]) -> None:
         """Print the answer; the chat then consists of these messages and the answer. Ctrl-C truncates it.
 
-        Raises UserError if there can be none, KeyboardInterrupt if it had not begun; the chat is unchanged then.
+        Raises UserError if there can be none, KeyboardInterrupt if it had not begun; the chat is unchanged
+        then.
         """
         from transformers import TextStreamer
 
@@ -87,15 +97,27 @@ class Chat:
 
         inputs = self.tokens(messages)
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        most = self.max_new_tokens if room is None else min(self.max_new_tokens, room - inputs["input_ids"].shape[1])
+        most = (
+            self.max_new_tokens
+            if room is None
+            else min(self.max_new_tokens, room - inputs["input_ids"].shape[1])
+        )
         if most < 1:
             raise UserError(f"the chat fills the {room} positions of the model: /system begins anew")
-        drawn = {"do_sample": True, "temperature": self.temperature} if self.temperature > 0 else {"do_sample": False}
+        drawn = (
+            {"do_sample": True, "temperature": self.temperature}
+            if self.temperature > 0
+            else {"do_sample": False}
+        )
         screen = Screen(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         try:
             with torch.inference_mode():
-                inputs = {name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
-                self.model.generate(**inputs, max_new_tokens=most, streamer=screen, top_k=0, top_p=1.0, **drawn)
+                inputs = {
+                    name: inputs[name].to(self.model.device) for name in ("input_ids", "attention_mask")
+                }
+                self.model.generate(
+                    **inputs, max_new_tokens=most, streamer=screen, top_k=0, top_p=1.0, **drawn
+                )
         except KeyboardInterrupt:
             screen.end()
             if not "".join(written).strip():
@@ -107,16 +129,20 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": "".join(written).strip()}]
 
     def tokens(self, messages: list[dict[str, str]]) -> Any:
-        """The model's input, {"input_ids", "attention_mask"} of shape (1, length); for a base model without a template,
-        plain text. Raises UserError."""
+        """The model's input, {"input_ids", "attention_mask"} of shape (1, length); for a base model without a
+        template, plain text. Raises UserError."""
         try:
             if self.tokenizer.chat_template:
                 options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
                 inputs = self.tokenizer.apply_chat_template(messages, **options)
             else:
-                inputs = self.tokenizer("".join(message["content"] for message in messages), return_tensors="pt")
+                inputs = self.tokenizer(
+                    "".join(message["content"] for message in messages), return_tensors="pt"
+                )
         except Exception as error:  # some templates reject system messages, and can raise anything
-            raise UserError(f"the chat template refuses it: {type(error).__name__}: {quoted(error, 300, str)}") from None
+            raise UserError(
+                f"the chat template refuses it: {type(error).__name__}: {quoted(error, 300, str)}"
+            ) from None
         if not inputs["input_ids"].shape[1]:
             raise UserError("there is no text that the model could go on with")
         return inputs
@@ -149,7 +175,8 @@ class Chat:
 
 
 def serve(chat: Chat) -> None:
-    """The chat as a page on this machine; every window of a browser has a chat of its own. Raises UserError."""
+    """The chat as a page on this machine; every window of a browser has a chat of its own. Raises
+    UserError."""
     try:
         import gradio
     except ImportError:
@@ -157,7 +184,10 @@ def serve(chat: Chat) -> None:
     start = chat.messages  # the system message, if there is one
 
     def answer(question: str, history: list[dict[str, Any]]) -> str:
-        texts = [turn["content"] if isinstance(turn["content"], str) else turn["content"][0]["text"] for turn in history]
+        texts = [
+            turn["content"] if isinstance(turn["content"], str) else turn["content"][0]["text"]
+            for turn in history
+        ]
         turns = [{"role": turn["role"], "content": text} for turn, text in zip(history, texts, strict=True)]
         try:
             chat.answer([*start, *turns, {"role": "user", "content": question}])
@@ -184,17 +214,23 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt", help="one question; prints the answer and exits")
     parser.add_argument("--web", action="store_true", help="chat in a browser (needs gradio)")
     parser.add_argument("--system", default="", help="system message")
-    parser.add_argument("--temperature", default="0.7", help="0: the most probable token always (default: 0.7)")
+    parser.add_argument(
+        "--temperature", default="0.7", help="0: the most probable token always (default: 0.7)"
+    )
     parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model"
+    )
     args = parser.parse_args(argv)
     temperature = as_temperature(args.temperature)
     if args.max_new_tokens < 1:
         raise UserError("--max_new_tokens: at least 1")
     model, tokenizer = load(args.model, trust_remote_code=args.trust_remote_code)
     torch.manual_seed(args.seed)
-    chat = Chat(model, tokenizer, system=args.system, temperature=temperature, max_new_tokens=args.max_new_tokens)
+    chat = Chat(
+        model, tokenizer, system=args.system, temperature=temperature, max_new_tokens=args.max_new_tokens
+    )
     if args.prompt is not None:
         chat.ask(args.prompt)
         return

@@ -4,9 +4,10 @@
     python -m tools.reasoning_tasks spell_backward outputs/spell --rows 5000 max_word_len=6
     python train_grpo.py --dataset_name outputs/spell --reward_funcs tools/reasoning_tasks.py:score ...
 
-What follows as NAME=VALUE are settings of the task. The folder gets train.jsonl and validation.jsonl; no question of the
-second is in the first. A row has a chat, `prompt` and `completion`, for SFT and GRPO; `text`, question and answer, for
-pretraining; and what `score` makes the task from anew, since reasoning-gym's entries hold what a file does not.
+What follows as NAME=VALUE are settings of the task. The folder gets train.jsonl and validation.jsonl; no
+question of the second is in the first. A row has a chat, `prompt` and `completion`, for SFT and GRPO; `text`,
+question and answer, for pretraining; and what `score` makes the task from anew, since reasoning-gym's entries
+hold what a file does not.
 """
 
 import argparse
@@ -97,7 +98,9 @@ def main() -> None:
     task = json.dumps({"name": args.task, "seed": args.seed, "size": args.rows + args.held_out} | settings)
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in zip(("train", "validation"), split(task, args.rows, args.held_out), strict=True):
-        (args.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (args.folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
         say(f"{args.folder / name}.jsonl: {len(rows):,} rows")
 
 

@@ -1,8 +1,9 @@
-"""Does a model still do what it could? `python -m tools.regression outputs/sft suite.jsonl --baseline data/base_model`.
+"""Does a model still do what it could? `python -m tools.regression outputs/sft suite.jsonl --baseline
+data/base_model`.
 
-Answers every case of the suite (docs/regression.md) and prints the rates by group with their 95 % intervals. With
---baseline (another model, or the last line of a regression.jsonl) it exits with code 1 if a group has fallen by more than
-chance: McNemar's exact test, one-sided, on the cases that both have answered.
+Answers every case of the suite (docs/regression.md) and prints the rates by group with their 95 % intervals.
+With --baseline (another model, or the last line of a regression.jsonl) it exits with code 1 if a group has
+fallen by more than chance: McNemar's exact test, one-sided, on the cases that both have answered.
 """
 
 import argparse
@@ -36,7 +37,10 @@ def read_cases(path: str, max_new_tokens: int) -> Cases:
     try:
         line = json.loads(Path(path).read_text(encoding="utf-8").strip().split("\n")[-1])
         cases, limit = line["cases"], line["max_new_tokens"]
-        assert all(isinstance(case["rate"], int | float) and isinstance(case["digest"], str) for case in cases.values())
+        assert all(
+            isinstance(case["rate"], int | float) and isinstance(case["digest"], str)
+            for case in cases.values()
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
         raise UserError(f"--baseline {path}: no regression.jsonl ({type(error).__name__}: {error})") from None
     if limit != max_new_tokens:
@@ -47,7 +51,10 @@ def read_cases(path: str, max_new_tokens: int) -> Cases:
 def table(found: Outcome, before: Cases, changes: dict[str, Change]) -> list[str]:
     """The rates as lines of a table, one per group, with what has changed, if `changes` has something."""
     width = max(map(len, found["groups"]))
-    lines = [f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval" + "  before  fell  rose      p" * bool(changes)]
+    lines = [
+        f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval"
+        + "  before  fell  rose      p" * bool(changes)
+    ]
     for group, n in found["groups"].items():
         line = f"{group:{width}}  {n['passed']:>4}/{n['total']:<4}  {n['rate']:5.2f}  {n['low']:.2f} - {n['high']:.2f}  "
         if changes:
@@ -61,17 +68,27 @@ def table(found: Outcome, before: Cases, changes: dict[str, Change]) -> list[str
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
-    parser = argparse.ArgumentParser("python -m tools.regression", description="does a model still do what it could?")
+    parser = argparse.ArgumentParser(
+        "python -m tools.regression", description="does a model still do what it could?"
+    )
     parser.add_argument("model", help="output folder of a run, checkpoint, adapter, or Hub name")
     parser.add_argument("suite", help="file of cases (docs/regression.md)")
-    parser.add_argument("--baseline", help="another model, or a regression.jsonl (its last line), to compare with")
+    parser.add_argument(
+        "--baseline", help="another model, or a regression.jsonl (its last line), to compare with"
+    )
     parser.add_argument("--alpha", type=float, default=ALPHA, help=f"significance level of a fall ({ALPHA})")
     parser.add_argument("--strict", action="store_true", help="any case that only the baseline passes counts")
     parser.add_argument("--save", help="add a line to this file, which can be a --baseline later")
-    parser.add_argument("--max_new_tokens", type=int, default=128, help="limit for cases without max_tokens (128)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (float32)")
+    parser.add_argument(
+        "--max_new_tokens", type=int, default=128, help="limit for cases without max_tokens (128)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="dtype of the weights (float32)"
+    )
     parser.add_argument("--chat_template", help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model"
+    )
     args = parser.parse_args(argv)
     if not 0 < args.alpha < 1 or args.max_new_tokens < 1:
         raise UserError("--alpha is between 0 and 1, --max_new_tokens at least 1")
@@ -98,7 +115,9 @@ def main(argv: list[str] | None = None) -> int:
     change = changes[ALL]
     compared = {*change.fell, *change.rose, *change.same}
     if not compared:
-        raise UserError(f"--baseline {args.baseline}: it has none of the cases of {args.suite} as they are now")
+        raise UserError(
+            f"--baseline {args.baseline}: it has none of the cases of {args.suite} as they are now"
+        )
 
     for name in change.fell:
         say(f"fell: {name}: {found['failed'][name]['why']}; {found['failed'][name]['completion'][:SHOWN]!r}")

@@ -1,4 +1,5 @@
-"""One page for one or several runs: overlaid curves, settings that differ, and samples; or a table of many runs.
+"""One page for one or several runs: overlaid curves, settings that differ, and samples; or a table of many
+runs.
 
 python -m tools.report outputs/sft                          # rewrites outputs/sft/report.html
 python -m tools.report outputs/sft outputs/sft_lr3e-3       # one page that compares them, comparison.html
@@ -42,17 +43,25 @@ OF_THE_FOLDER = ("output_dir", "overwrite_output_dir", "run_name", "resume_from_
 def main(words: list[str] | None = None) -> None:
     how = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser("python -m tools.report", **how)
-    parser.add_argument("folders", nargs="+", help="output folders, of which the first is what the others are compared with")
-    parser.add_argument("--to", help="output file; unset: report.html in the folder, or for several comparison.html here")
+    parser.add_argument(
+        "folders", nargs="+", help="output folders, of which the first is what the others are compared with"
+    )
+    parser.add_argument(
+        "--to", help="output file; unset: report.html in the folder, or for several comparison.html here"
+    )
     args = parser.parse_args(words)
     folders = [Path(folder) for folder in args.folders]
     if len(folders) == 1 and not is_run(folders[0]) and (below := runs_below(folders[0])):
         return say("\n".join(index(folders[0], below)))
     if len(folders) > MOST:
-        raise UserError(f"{len(folders)} folders: a page compares {MOST} at most; of the folder above them there is a table")
+        raise UserError(
+            f"{len(folders)} folders: a page compares {MOST} at most; of the folder above them there is a table"
+        )
     for folder in folders:
         if not is_run(folder):
-            raise UserError(f"{folder} is not the output folder of a run: it has neither metrics.jsonl nor args.yaml")
+            raise UserError(
+                f"{folder} is not the output folder of a run: it has neither metrics.jsonl nor args.yaml"
+            )
     file = Path(args.to or ("comparison.html" if len(folders) > 1 else folders[0] / "report.html"))
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +76,8 @@ def is_run(folder: Path) -> bool:
 
 
 def write_report(folders: list[Path], file: Path) -> None:
-    """Write one page for one or several output folders, of runs that may still be going on in other processes."""
+    """Write one page for one or several output folders, of runs that may still be going on in other
+    processes."""
     runs = [describe_run(folder) for folder in folders]
     for run, folder in zip(runs, folders, strict=True):
         if (folder / "metrics.jsonl").is_file():
@@ -75,12 +85,14 @@ def write_report(folders: list[Path], file: Path) -> None:
         run["state"] = true_state(run["state"], folder)
     if len({run["name"] for run in runs}) < len(runs):  # folders with the same name in different places
         runs = [run | {"name": run["folder"]} for run in runs]
-    write_page(file, runs, {"settings": differing(runs), "rates": compare_rates(folders)} if len(runs) > 1 else None)
+    write_page(
+        file, runs, {"settings": differing(runs), "rates": compare_rates(folders)} if len(runs) > 1 else None
+    )
 
 
 def true_state(state: str, folder: Path) -> str:
-    """The state by what a run has written; "killed" if nothing says that it has ended, and its lock, which was taken on this
-    machine, is free. Locks of other machines are not always visible here."""
+    """The state by what a run has written; "killed" if nothing says that it has ended, and its lock, which
+    was taken on this machine, is free. Locks of other machines are not always visible here."""
     try:
         import fcntl
 
@@ -92,21 +104,29 @@ def true_state(state: str, folder: Path) -> str:
     return "killed" if state == "running" and is_over else state
 
 
-# --- a page for several runs ----------------------------------------------------------------------------------------
+# --- a page for several runs --------------------------------------------------------------------------------
 
 
 def differing(runs: list[Row]) -> list[list[Any]]:
     """[name, [the value in each run]] of the settings that differ, the output folder excepted."""
     tables = []
     for run in runs:
-        table = {name: value for group in run["settings"] for name, value, _ in group["rows"] if name not in OF_THE_FOLDER}
+        table = {
+            name: value
+            for group in run["settings"]
+            for name, value, _ in group["rows"]
+            if name not in OF_THE_FOLDER
+        }
         tables.append(table | {"script": run["script"]})
-    rows = [[name, [table.get(name, "") for table in tables]] for name in dict.fromkeys(itertools.chain(*tables))]
+    rows = [
+        [name, [table.get(name, "") for table in tables]] for name in dict.fromkeys(itertools.chain(*tables))
+    ]
     return [[name, values] for name, values in rows if len(set(values)) > 1]
 
 
 def compare_rates(folders: list[Path]) -> list[Row]:
-    """For each score that is pass or fail: the rate of each run with its interval, and tests against the first run."""
+    """For each score that is pass or fail: the rate of each run with its interval, and tests against the
+    first run."""
     tables = [outcomes_of(folder) for folder in folders]
     found = []
     for name in dict.fromkeys(itertools.chain(*tables)):
@@ -120,8 +140,8 @@ def compare_rates(folders: list[Path]) -> list[Row]:
 
 
 def outcomes_of(folder: Path) -> dict[str, dict[Any, float]]:
-    """{score: {prompt: 0 or 1}} of the last evaluation, at its first temperature, and {suite: {case: 0 or 1}} of the last
-    evaluation of a suite. A score with any other value is left out."""
+    """{score: {prompt: 0 or 1}} of the last evaluation, at its first temperature, and {suite: {case: 0 or 1}}
+    of the last evaluation of a suite. A score with any other value is left out."""
     found: dict[str, dict[Any, float]] = {}
     *_, rows = [[], *groups(folder / "samples.jsonl")]
     for number, row in enumerate(rows):
@@ -132,7 +152,10 @@ def outcomes_of(folder: Path) -> dict[str, dict[Any, float]]:
     for name, case in (suite.get("cases") or {}).items():
         for group in ("all", case["group"]):
             found.setdefault(f"suite: {group}", {})[name, case["digest"]] = case["rate"]
-    known = {name: {key: value for key, value in table.items() if value is not None} for name, table in found.items()}
+    known = {
+        name: {key: value for key, value in table.items() if value is not None}
+        for name, table in found.items()
+    }
     return {name: table for name, table in known.items() if table and set(table.values()) <= {0, 1}}
 
 
@@ -142,8 +165,9 @@ def rate_of(outcomes: dict[Any, float]) -> Row:
 
 
 def difference(first: dict[Any, float], here: dict[Any, float]) -> Row:
-    """The test of whether two rates for the same prompts, or cases, differ, by those on which the runs differ: each would
-    win half of them by chance (McNemar 1947; exact, two-sided). {} if they are not the same."""
+    """The test of whether two rates for the same prompts, or cases, differ, by those on which the runs
+    differ: each would win half of them by chance (McNemar 1947; exact, two-sided). {} if they are not the
+    same."""
     if first.keys() != here.keys():
         return {}
     gained = sum(here[key] > first[key] for key in first)
@@ -152,7 +176,7 @@ def difference(first: dict[Any, float], here: dict[Any, float]) -> Row:
     return {"p": p, "test": "McNemar, exact", "gained": gained, "lost": lost}
 
 
-# --- a table of many runs -------------------------------------------------------------------------------------------
+# --- a table of many runs -----------------------------------------------------------------------------------
 
 
 def runs_below(folder: Path) -> list[Path]:
@@ -160,16 +184,19 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 def index(folder: Path, below: list[Path]) -> list[str]:
-    """A table for each script, as lines: its runs, first and last value of what they evaluated, the settings that differ.
+    """A table for each script, as lines: its runs, first and last value of what they evaluated, the settings
+    that differ.
 
-    Runs that differ by their seed alone share a line, with the mean and, after ±, the standard deviation of the last value.
-    A script that was edited in between is a setting, too: `code`, a hash of it.
+    Runs that differ by their seed alone share a line, with the mean and, after ±, the standard deviation of
+    the last value. A script that was edited in between is a setting, too: `code`, a hash of it.
     """
     by_script: dict[str, list[Row]] = {}
     for path in below:
         run = brief(path) | {"name": str(path.relative_to(folder))}
         by_script.setdefault(run["script"], []).append(run)
-    return [line for script, runs in by_script.items() for line in ("", f"{script}: {len(runs)}", *table(runs))][1:]
+    return [
+        line for script, runs in by_script.items() for line in ("", f"{script}: {len(runs)}", *table(runs))
+    ][1:]
 
 
 def brief(folder: Path) -> Row:
@@ -181,21 +208,31 @@ def brief(folder: Path) -> Row:
     copy = folder / script
     code = hashlib.sha256(copy.read_bytes()).hexdigest()[:6] if copy.is_file() else ""
     settings = [*settings_of(read_args(folder), begun), {"rows": [["code", code, False]]}]
-    return {"script": script, "settings": settings, "state": state, "points": points, "step": last_of(points, "step") or 0}
+    return {
+        "script": script,
+        "settings": settings,
+        "state": state,
+        "points": points,
+        "step": last_of(points, "step") or 0,
+    }
 
 
 def table(runs: list[Row]) -> list[str]:
     others = [row for row in differing(runs) if row[0] != "seed"]
     alike: dict[str, list[Row]] = {}
     for k, run in enumerate(runs):
-        alike.setdefault(", ".join(f"{name} {values[k]}" for name, values in others if values[k]), []).append(run)
+        alike.setdefault(", ".join(f"{name} {values[k]}" for name, values in others if values[k]), []).append(
+            run
+        )
     frames = frames_of(dict.fromkeys(name for run in runs for name in run["points"]))
     evaluated = [[name for name in names if name.startswith("eval_")] for names in frames.values()]
     figures = [names[0] for names in evaluated if names][:FIGURES]
     rows = [["run", "steps", *(name.removeprefix("eval_") for name in figures), "settings that differ"]]
     for settings, group in alike.items():
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
-        states = [f" ({state})" for state in dict.fromkeys(run["state"] for run in group) if state != "finished"]
+        states = [
+            f" ({state})" for state in dict.fromkeys(run["state"] for run in group) if state != "finished"
+        ]
         steps = f"{max(run['step'] for run in group):g}"
         values = [first_and_last(name, [run["points"] for run in group]) for name in figures]
         rows.append([group[0]["name"] + more + "".join(states), steps, *values, settings])
@@ -204,7 +241,8 @@ def table(runs: list[Row]) -> list[str]:
 
 
 def first_and_last(name: str, points: list[dict[str, Any]]) -> str:
-    """Of a metric over runs that differ by their seed: "first -> last", means, with the deviation of the last value."""
+    """Of a metric over runs that differ by their seed: "first -> last", means, with the deviation of the last
+    value."""
     found = [(table[name][0, 1], table[name][-1, 1]) for table in points if name in table]
     if not found:
         return "–"

@@ -1,7 +1,9 @@
-"""The cache of tokenised data: each source is tokenised once, in parallel, into memory-mapped files that later runs use.
+"""The cache of tokenised data: each source is tokenised once, in parallel, into memory-mapped files that
+later runs use.
 
-A source's folder holds the arrays of `Encoded` for all its rows, each in a file, and facts about them. It is used again for
-the same rows, tokenizer, libraries and code (`key_of`), if the arguments that `encode` read have the values that they had.
+A source's folder holds the arrays of `Encoded` for all its rows, each in a file, and facts about them. It is
+used again for the same rows, tokenizer, libraries and code (`key_of`), if the arguments that `encode` read
+have the values that they had.
 """
 
 import ast
@@ -39,9 +41,14 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
     """All rows of the sources as examples, from the cache where available. Called on every process."""
     files = []
     for source in sources:
-        name = Path(job.args.dataset_cache_dir, f"{source.label}-{digest([job.key, job.column, identity(source)])}")
+        name = Path(
+            job.args.dataset_cache_dir, f"{source.label}-{digest([job.key, job.column, identity(source)])}"
+        )
         folder = build_once(
-            accelerator, name, lambda into, source=source: _build(source, job, into), lambda made: _fits(made, job.args)
+            accelerator,
+            name,
+            lambda into, source=source: _build(source, job, into),
+            lambda made: _fits(made, job.args),
         )
         files.append(_open(folder))
         Account(files[-1].facts).say(f"rows of {source.label}")
@@ -54,7 +61,9 @@ def _build(source: Source, job: Job, folder: Path) -> None:
     account, read, code, kinds = Account(), set(), {}, {}
     layout: Layout | None = None
     with tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2) as bar:
-        for count, encoded in encode_all(enumerate(row for row, _ in read_rows(source)), job, job.args.dataset_num_proc):
+        for count, encoded in encode_all(
+            enumerate(row for row, _ in read_rows(source)), job, job.args.dataset_num_proc
+        ):
             account.merge(encoded.account)
             read |= encoded.read
             code |= encoded.code
@@ -83,20 +92,24 @@ def _open(folder: Path) -> TokenFile:
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     kinds = enumerate(facts["arrays"])
     maps = [np.memmap(folder / f"{number}.bin", dtype, "r", shape=(size,)) for number, (dtype, size) in kinds]
-    lengths, rows, difficulty, *values = map(np.asarray, maps)  # slicing a memmap itself takes three times as long
+    # slicing a memmap itself takes three times as long
+    lengths, rows, difficulty, *values = map(np.asarray, maps)
     layout, ends = Layout(*facts["layout"]), np.cumsum(lengths)
     fields = dict(zip(layout.fields, values, strict=True))
     return TokenFile(layout, ends - lengths, ends, rows, difficulty, fields, facts)
 
 
-# --- folders --------------------------------------------------------------------------------------------------------
+# --- folders ------------------------------------------------------------------------------------------------
 
 
 def build_once(
-    accelerator: "Accelerator", name: Path, build: Callable[[Path], None], fits: Callable[[Path], bool] = Path.is_dir
+    accelerator: "Accelerator",
+    name: Path,
+    build: Callable[[Path], None],
+    fits: Callable[[Path], bool] = Path.is_dir,
 ) -> Path:
-    """A complete folder of this name (and a suffix) for which fits(folder) is true; if there is none, build(folder) writes
-    it. Called on every process."""
+    """A complete folder of this name (and a suffix) for which fits(folder) is true; if there is none,
+    build(folder) writes it. Called on every process."""
     # One process builds it, and one on every other node whose disk is not shared.
     for mine in (accelerator.is_main_process, accelerator.is_local_main_process):
         if mine and _find(name, fits) is None:
@@ -116,8 +129,8 @@ def _find(name: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def _write(name: Path, build: Callable[[Path], None]) -> None:
-    """Build a folder under a temporary name: it gets its own once it is all on disk, so that a kill leaves none half
-    written. Two runs may do so at the same time: then there are two."""
+    """Build a folder under a temporary name: it gets its own once it is all on disk, so that a kill leaves
+    none half written. Two runs may do so at the same time: then there are two."""
     suffix = f"{os.getpid()}{time.time_ns():x}"  # in a container every run has pid 1
     temporary = name.with_name(f".{name.name}-{suffix}.tmp")
     try:
@@ -132,21 +145,25 @@ def _write(name: Path, build: Callable[[Path], None]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-# --- what tokens depend on ------------------------------------------------------------------------------------------
+# --- what tokens depend on ----------------------------------------------------------------------------------
 
 
 def make_job(accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer, args: CommonArgs) -> Job:
-    """Called on every process, which all get the main process's key: a script's constants may depend on the process."""
+    """Called on every process, which all get the main process's key: a script's constants may depend on the
+    process."""
     if not inspect.isfunction(encode) or "<locals>" in encode.__qualname__:
-        raise UserError(f"encode is {encode!r}; expected a function of (row, tokenizer, args) at the script's top level")
+        raise UserError(
+            f"encode is {encode!r}; expected a function of (row, tokenizer, args) at the script's top level"
+        )
     from common.processes import on_main_process  # it takes a second, and workers need it not
 
     return Job(encode, tokenizer, args, on_main_process(accelerator, lambda: key_of(encode, tokenizer)))
 
 
 def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
-    """A hash of the tokenizer, the libraries, this folder's code, the script without its `main`, all other code of the user
-    that is loaded, and the values at the top of both: they may come from a file or the environment."""
+    """A hash of the tokenizer, the libraries, this folder's code, the script without its `main`, all other
+    code of the user that is loaded, and the values at the top of both: they may come from a file or the
+    environment."""
     script = inspect.getsourcefile(encode)
     own = loaded_code(script)
     modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in own]
@@ -162,12 +179,16 @@ def _values(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any, depth: int = 12) -> Any:
-    """A number, a text, an array or a tensor, also within lists, sets and tables, as JSON, the same in every process; None
-    for anything else."""
+    """A number, a text, an array or a tensor, also within lists, sets and tables, as JSON, the same in every
+    process; None for anything else."""
     if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
         value = value.detach().cpu().double().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return [str(value.dtype), value.shape, hashlib.sha256(pickle.dumps(np.ascontiguousarray(value))).hexdigest()]
+        return [
+            str(value.dtype),
+            value.shape,
+            hashlib.sha256(pickle.dumps(np.ascontiguousarray(value))).hexdigest(),
+        ]
     if isinstance(value, str | bytes | int | float | complex | np.generic | Path | re.Pattern):
         return repr(value)
     if isinstance(value, dict):
@@ -204,8 +225,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def _code(script: Path) -> str:
-    """A script without what cannot change tokens: comments, docstrings, `main`, what only `main` imports, and the fields of
-    its arguments, whose values count."""
+    """A script without what cannot change tokens: comments, docstrings, `main`, what only `main` imports, and
+    the fields of its arguments, whose values count."""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if getattr(node, "name", "") != "main"]
     for node in ast.walk(tree):

@@ -1,4 +1,5 @@
-"""Rows -> examples by a script's `encode`, chunk by chunk, in several processes; what became of each row is counted."""
+"""Rows -> examples by a script's `encode`, chunk by chunk, in several processes; what became of each row is
+counted."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -31,8 +32,8 @@ Reasons = dict[str, dict[str, Any]]  # {reason: {"count", "first": origins of so
 
 
 class Account:
-    """What became of rows: how many were kept, why others were left out, what is noted about those that were kept, and
-    which columns were read."""
+    """What became of rows: how many were kept, why others were left out, what is noted about those that were
+    kept, and which columns were read."""
 
     def __init__(self, facts: dict[str, Any] | None = None):
         """facts: of an earlier account, to continue."""
@@ -79,12 +80,15 @@ class Account:
         return vars(self) | {"columns": sorted(self.columns)}
 
     def say(self, what: str) -> None:
-        """Report the rows left out, and what is noted about more than a few. Raises UserError if no row is kept."""
+        """Report the rows left out, and what is noted about more than a few. Raises UserError if no row is
+        kept."""
         if not self.examples:
             reasons = [f"{reason} (first: {found['first'][0]})" for reason, found in self.dropped.items()]
             raise UserError(f"none of the {self.rows} {what} can be used: {', '.join(reasons)}")
         for reason, found in self.dropped.items():
-            say(f"data: {found['count']} of {self.rows} {what} left out: {reason} (first: {found['first'][0]})")
+            say(
+                f"data: {found['count']} of {self.rows} {what} left out: {reason} (first: {found['first'][0]})"
+            )
         for note, found in self.noted.items():
             if found["count"] > FEW * self.examples:
                 say(f"data: {found['count']} of {self.rows} {what}: {note} (first: {found['first'][0]})")
@@ -101,8 +105,8 @@ def _count(reasons: Reasons, reason: str, first: list[str], count: int = 1) -> N
 def convert(rows: Iterable[Row], function: Callable[[Row], T], what: str) -> tuple[list[T], dict[str, Any]]:
     """Apply `function` to each row; rows that it rejects (BadRow) are left out, counted and reported.
 
-    Returns the results and the facts of their account. Raises UserError, naming the row, if the function does, and if no row
-    is left.
+    Returns the results and the facts of their account. Raises UserError, naming the row, if the function
+    does, and if no row is left.
     """
     account = Account()
     results = [account.attempt(function, row) for row in rows]
@@ -119,7 +123,7 @@ def number_in(row: Row, column: str) -> float:
     return value
 
 
-# --- what encode returns --------------------------------------------------------------------------------------------
+# --- what encode returns ------------------------------------------------------------------------------------
 
 
 class Layout(NamedTuple):
@@ -131,21 +135,31 @@ class Layout(NamedTuple):
 
 
 def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
-    """A sequence as arrays of int64 or float32. Raises UserError, naming the field, for ids that are not 0 to largest_id, a
-    mask that is not 0 or 1 for each of them, and other fields that are not finite numbers, one or one for each token."""
+    """A sequence as arrays of int64 or float32. Raises UserError, naming the field, for ids that are not 0 to
+    largest_id, a mask that is not 0 or 1 for each of them, and other fields that are not finite numbers, one
+    or one for each token."""
     if not isinstance(sequence, dict) or not {"input_ids", "loss_mask"} <= sequence.keys():
-        raise UserError(f"found {quoted(sequence, 60)}; expected a sequence {{input_ids, loss_mask, ...}}, or a text")
+        raise UserError(
+            f"found {quoted(sequence, 60)}; expected a sequence {{input_ids, loss_mask, ...}}, or a text"
+        )
     n, checked = np.size(sequence["input_ids"]), {}
     for name in sorted(sequence):
         if name in RESERVED:
             raise UserError(f"the field {name} has a name of the batch's own: call it otherwise")
         try:
             array = np.asarray(sequence[name])
-        except (ValueError, TypeError, RuntimeError):  # lists of different lengths, a tensor that numpy does not take
+        # lists of different lengths, a tensor that numpy does not take
+        except (ValueError, TypeError, RuntimeError):
             array = np.asarray(None)
         kind = array.dtype.kind
         if name == "input_ids":
-            valid = kind in ("u", "i") and array.shape == (n,) and n and array.min() >= 0 and array.max() <= largest_id
+            valid = (
+                kind in ("u", "i")
+                and array.shape == (n,)
+                and n
+                and array.min() >= 0
+                and array.max() <= largest_id
+            )
         elif name == "loss_mask":
             valid = array.shape == (n,) and ((array == 0) | (array == 1)).all()
         else:
@@ -162,10 +176,14 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
 
 
 def layout_of(example: Example, where: str) -> Layout | None:
-    """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they differ."""
+    """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they
+    differ."""
     layout = None
     for sequence in example:
-        fields = {name: ("token" if array.ndim else "sequence", str(array.dtype)) for name, array in sequence.items()}
+        fields = {
+            name: ("token" if array.ndim else "sequence", str(array.dtype))
+            for name, array in sequence.items()
+        }
         layout = agree(layout, Layout(len(example), fields, where))
     return layout
 
@@ -180,7 +198,7 @@ def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
     return layout
 
 
-# --- chunks of rows -------------------------------------------------------------------------------------------------
+# --- chunks of rows -----------------------------------------------------------------------------------------
 
 
 class Job(NamedTuple):
@@ -200,8 +218,8 @@ class Encoded(NamedTuple):
     rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     layout: Layout | None  # of every example; None: there are none
-    # (T,) or (S,) by the layout: input_ids uint16 (uint32 for large vocabularies), loss_mask uint8 (1 where trained), others
-    # int64 or float32; none without examples
+    # (T,) or (S,) by the layout: input_ids uint16 (uint32 for large vocabularies), loss_mask uint8 (1 where
+    # trained), others int64 or float32; none without examples
     fields: dict[str, np.ndarray]
     account: Account
     read: set[str]  # names of the arguments that encode read
@@ -244,7 +262,9 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
 
     results = [(number, account.attempt(encoded, row)) for number, row in rows]
     made = [(number, *result) for number, result in results if result is not None]
-    documents = iter(tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer))
+    documents = iter(
+        tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer)
+    )
     layout, sequences, difficulties = None, [], []
     for _, difficulty, where, example in made:
         example = [whole(next(documents))] if isinstance(example, str) else example
@@ -273,8 +293,11 @@ def _largest_id(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab().values())  # not its size: some ids may be unused
 
 
-def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) -> Iterator[tuple[int, Encoded]]:
-    """Yield (number of rows, their examples) in order, chunk by chunk; several processes share more than one chunk.
+def encode_all(
+    rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None
+) -> Iterator[tuple[int, Encoded]]:
+    """Yield (number of rows, their examples) in order, chunk by chunk; several processes share more than one
+    chunk.
 
     Not multiprocessing.Pool: it waits forever for a worker that was killed.
     """
@@ -287,7 +310,8 @@ def encode_all(rows: Iterable[tuple[int, Row]], job: Job, num_proc: int | None) 
     if workers < 2 or len(some) < 2:
         yield from ((len(chunk), encode_rows(chunk, job)) for chunk in chunks)
         return
-    context = get_context("fork" if sys.platform == "linux" else "spawn")  # forked workers already have the tokenizer
+    # forked workers already have the tokenizer
+    context = get_context("fork" if sys.platform == "linux" else "spawn")
     waiting: deque = deque()  # bounds the chunks in memory
     pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
     try:

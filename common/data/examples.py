@@ -14,7 +14,8 @@ Data = TypeVar("Data", "Examples", Any)  # Examples, or training data with them:
 
 
 class TokenFile(NamedTuple):
-    """A tokenised source: S sequences of T tokens in total, end to end; memory-mapped if it comes from the cache."""
+    """A tokenised source: S sequences of T tokens in total, end to end; memory-mapped if it comes from the
+    cache."""
 
     layout: Layout
     starts: np.ndarray  # (S,) int64: offset of each sequence in the T tokens
@@ -33,7 +34,8 @@ class TokenFile(NamedTuple):
 
 
 class Examples:
-    """The examples of several sources, one source after another. Indexing reads from the memory-mapped files."""
+    """The examples of several sources, one source after another. Indexing reads from the memory-mapped
+    files."""
 
     max_length = 0  # tokens that a pack may have; 0: these are not packs
 
@@ -43,8 +45,10 @@ class Examples:
         self.counts = [len(file.rows) for file in files]  # examples of each source
         self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
         sizes = [(file.ends - file.starts).reshape(-1, file.layout.per_example) for file in files]
-        self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])  # (examples,) tokens
-        self.longest = max((int(size.max()) for size in sizes if size.size), default=0)  # tokens of the longest sequence
+        # (examples,) tokens
+        self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])
+        # tokens of the longest sequence
+        self.longest = max((int(size.max()) for size in sizes if size.size), default=0)
         difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
         self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
         layout = None
@@ -69,7 +73,8 @@ class Examples:
         return f"{self.sources[s].path} row {int(self.files[s].rows[index - self._firsts[s]]) + 1}"
 
     def add_field(self, name: str, values: np.ndarray) -> None:
-        """Add a number for every sequence, (sequences,) over all sources, as the per-sequence field `name`."""
+        """Add a number for every sequence, (sequences,) over all sources, as the per-sequence field
+        `name`."""
         parts = np.split(values, np.cumsum([len(file.starts) for file in self.files])[:-1])
         for s, (file, part) in enumerate(zip(self.files, parts, strict=True)):
             layout = file.layout._replace(fields=file.layout.fields | {name: ("sequence", str(values.dtype))})
@@ -81,7 +86,9 @@ class Examples:
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
-        return {source.label: file.facts["digest"] for source, file in zip(self.sources, self.files, strict=True)}
+        return {
+            source.label: file.facts["digest"] for source, file in zip(self.sources, self.files, strict=True)
+        }
 
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
@@ -94,7 +101,8 @@ class Packs(Examples):
     """Packed Examples: `packs[i]` holds the sequences of several examples."""
 
     def __init__(self, examples: Examples, members: list[np.ndarray], counts: list[int], max_length: int):
-        """members: the examples in each pack. counts: packs per source. max_length: the tokens that a pack may have."""
+        """members: the examples in each pack. counts: packs per source. max_length: the tokens that a pack
+        may have."""
         super().__init__(examples.files, examples.sources)
         self.examples, self.members, self.counts, self.max_length = examples, members, counts, max_length
         self.lengths = np.array([examples.lengths[pack].sum() for pack in members], np.int64)  # (packs,)
@@ -114,15 +122,18 @@ class Packs(Examples):
     def of_source(self, s: int) -> "Packs":
         """The packs of one source."""
         first = sum(self.counts[:s])
-        return Packs(self.examples, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length)
+        return Packs(
+            self.examples, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length
+        )
 
 
 def pack(data: Data, max_length: int) -> Data:
-    """The same kind of data, with each example made of several of the original ones: at most max_length tokens together.
+    """The same kind of data, with each example made of several of the original ones: at most max_length
+    tokens together.
 
-    No example is split, each is in exactly one pack, and each pack is from one source. In a curriculum only examples of
-    similar difficulty share a pack. A stream is packed block by block. Raises UserError for an example of more than
-    max_length tokens.
+    No example is split, each is in exactly one pack, and each pack is from one source. In a curriculum only
+    examples of similar difficulty share a pack. A stream is packed block by block. Raises UserError for an
+    example of more than max_length tokens.
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: pack(examples, max_length))
@@ -141,11 +152,13 @@ def pack(data: Data, max_length: int) -> Data:
 
 
 def chunk(data: Data, max_length: int, across: bool = True) -> Data:
-    """The same kind of data, with documents cut into rows: examples of one sequence of at most max_length tokens.
+    """The same kind of data, with documents cut into rows: examples of one sequence of at most max_length
+    tokens.
 
-    across: cut each source as one long stream, across document boundaries; otherwise cut each document separately. A
-    remainder of one token, which has nothing to predict, is left out. A piece has the difficulty and the per-sequence fields
-    of the document in which it starts. Raises UserError for examples of several sequences.
+    across: cut each source as one long stream, across document boundaries; otherwise cut each document
+    separately. A remainder of one token, which has nothing to predict, is left out. A piece has the
+    difficulty and the per-sequence fields of the document in which it starts. Raises UserError for examples
+    of several sequences.
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: chunk(examples, max_length, across))
@@ -163,7 +176,9 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
         of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece starts
         per_token = {name for name, (per, _) in file.layout.fields.items() if per == "token"}
         fields = {name: values if name in per_token else values[of] for name, values in file.fields.items()}
-        files.append(TokenFile(file.layout, begin, end, file.rows[of], file.difficulty[of], fields, file.facts))
+        files.append(
+            TokenFile(file.layout, begin, end, file.rows[of], file.difficulty[of], fields, file.facts)
+        )
     return Examples(files, data.sources)
 
 
@@ -178,7 +193,9 @@ def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         if length > max_length:
-            raise UserError(f"--max_length {max_length}: an example of {length} tokens does not fit in a pack")
+            raise UserError(
+                f"--max_length {max_length}: an example of {length} tokens does not fit in a pack"
+            )
         at = bisect.bisect_left(rooms, length)  # the smallest room in which it fits
         if at == len(rooms):
             packs.append([i])

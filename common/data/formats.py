@@ -1,8 +1,8 @@
 """Formats: recognise the meaning of a row's columns, and convert every format to one form per stage.
 
-The forms: text -> str; chat -> messages, or prompt and completion strings, or text; preference -> prompt, chosen, rejected;
-prompt -> prompt and everything else for the rewards. Each row is recognised by its own columns. One that cannot be used
-raises `BadRow` with the reason.
+The forms: text -> str; chat -> messages, or prompt and completion strings, or text; preference -> prompt,
+chosen, rejected; prompt -> prompt and everything else for the rewards. Each row is recognised by its own
+columns. One that cannot be used raises `BadRow` with the reason.
 """
 
 import json
@@ -20,7 +20,8 @@ SPEAKERS = {
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
-# The formats of each form, with their columns. A row has the first one whose columns are all present and not null.
+# The formats of each form, with their columns. A row has the first one whose columns are all present and not
+# null.
 CHAT = (
     ("messages", ("messages",)),
     ("sharegpt", ("conversations",)),
@@ -34,7 +35,8 @@ PREFERENCE = (
     ("sharegpt", ("conversations", "chosen", "rejected")),
     ("sharegpt", ("messages", "chosen", "rejected")),
     ("alpaca", ("instruction", "chosen", "rejected")),
-    ("implicit_prompt", ("chosen", "rejected")),  # both with the prompt: lists of messages, or HH-RLHF's strings
+    # both with the prompt: lists of messages, or HH-RLHF's strings
+    ("implicit_prompt", ("chosen", "rejected")),
 )
 PROMPT = (
     ("verl", ("prompt", "reward_model")),
@@ -43,20 +45,24 @@ PROMPT = (
     ("sharegpt", ("conversations",)),
     ("alpaca", ("instruction",)),
 )
-CHATS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}  # may hold messages
-MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")  # as JSON, or as Python prints them
+# may hold messages
+CHATS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}
+# as JSON, or as Python prints them
+MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 Columns = dict[str, Any]
 
 
 def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
-    """The name of the first format that a row has. In the row, messages that are JSON text are decoded, and numbers are
-    their text, as a csv file has them.
+    """The name of the first format that a row has. In the row, messages that are JSON text are decoded, and
+    numbers are their text, as a csv file has them.
 
     Raises BadRow, naming its columns, if it has none; and for media.
     """
     for name in ("image", "images", "videos", "audios"):
         if columns.get(name):
-            raise BadRow(f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})")
+            raise BadRow(
+                f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})"
+            )
     for name, needed in formats:
         if all(columns.get(column) is not None for column in needed):
             for column in columns.keys() & {*needed, "input"}:
@@ -67,7 +73,7 @@ def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]
     raise BadRow(f"found the columns {found or 'none'}; needed: {ways} (rename columns: --columns new=old)")
 
 
-# --- forms ----------------------------------------------------------------------------------------------------------
+# --- forms --------------------------------------------------------------------------------------------------
 
 
 @may_reject
@@ -81,16 +87,19 @@ def as_text(columns: Columns, field: str = "text") -> str:
 def as_chat(columns: Columns) -> dict[str, Any]:
     """{"messages", "tools"}, or {"prompt", "completion"} strings, or {"text"}.
 
-    Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and completion
-    (strings or messages; the latter with "prompt_turns", the number of messages in the prompt), text. A message that is not
-    to be trained on has "train": False. KTO's rows are refused: some of their answers are bad ones.
+    Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and
+    completion (strings or messages; the latter with "prompt_turns", the number of messages in the prompt),
+    text. A message that is not to be trained on has "train": False. KTO's rows are refused: some of their
+    answers are bad ones.
     """
     format = format_of(columns, CHAT)
     if format == "text":
         return {"text": _string(columns, "text")}
     label = str(columns.get("label")).lower()  # tables hold text
     if columns.get("kto_tag") is not None or label in ("true", "false", "1", "0"):
-        raise BadRow("an answer labelled good or bad, for KTO; for SFT keep the good rows (then --columns unused=label)")
+        raise BadRow(
+            "an answer labelled good or bad, for KTO; for SFT keep the good rows (then --columns unused=label)"
+        )
     tools = _tools(columns)
     if format == "alpaca":
         answer = [{"role": "assistant", "content": _string(columns, "output")}]
@@ -101,17 +110,22 @@ def as_chat(columns: Columns) -> dict[str, Any]:
         if isinstance(prompt, str) and isinstance(completion, str) and not _system(columns):
             return {"prompt": _string(columns, "prompt"), "completion": _string(columns, answer)}
         prompt = _prompt_turns(columns)
-        return {"messages": prompt + _answered(_answer(completion)), "tools": tools, "prompt_turns": len(prompt)}
+        return {
+            "messages": prompt + _answered(_answer(completion)),
+            "tools": tools,
+            "prompt_turns": len(prompt),
+        }
     return {"messages": _answered(_conversation(columns)), "tools": tools}
 
 
 @may_reject
 def as_preference(columns: Columns) -> dict[str, Any]:
-    """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; the latter two are answers only.
+    """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; the latter two are
+    answers only.
 
-    Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose longest common
-    prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ..."); LLaMA-Factory's conversations or
-    instruction with chosen and rejected.
+    Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose
+    longest common prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ...");
+    LLaMA-Factory's conversations or instruction with chosen and rejected.
     """
     format = format_of(columns, PREFERENCE)
     if _tools(columns):
@@ -121,7 +135,9 @@ def as_preference(columns: Columns) -> dict[str, Any]:
         raise BadRow("empty answer")
 
     start = columns.get("prompt")
-    if str(start).startswith("\n\nHuman:") and all(str(side).startswith(start) for side in (chosen, rejected)):
+    if str(start).startswith("\n\nHuman:") and all(
+        str(side).startswith(start) for side in (chosen, rejected)
+    ):
         format = "implicit_prompt"  # HH-RLHF's strings, whose prompt has a column of its own, too
     if format == "implicit_prompt":
         read = _hh_messages if isinstance(chosen, str) else _messages
@@ -142,10 +158,14 @@ def as_preference(columns: Columns) -> dict[str, Any]:
             n = len(repeated)
             if n and len(chosen) > n and chosen[:n] == repeated and rejected[:n] == repeated:
                 chosen, rejected = chosen[n:], rejected[n:]
-    by_assistant = all(isinstance(side, list) and side[:1] and side[0]["role"] == "assistant" for side in (chosen, rejected))
+    by_assistant = all(
+        isinstance(side, list) and side[:1] and side[0]["role"] == "assistant" for side in (chosen, rejected)
+    )
     if format == "implicit_prompt" or by_assistant:  # turns that both sides share are no answer
         pairs = enumerate(zip(chosen, rejected, strict=False))
-        starts = [n for n, (a, b) in pairs if a["role"] == b["role"] == "assistant" and chosen[:n] == rejected[:n]]
+        starts = [
+            n for n, (a, b) in pairs if a["role"] == b["role"] == "assistant" and chosen[:n] == rejected[:n]
+        ]
         n = max(starts, default=0)
         prompt, chosen, rejected = prompt + chosen[:n], chosen[n:], rejected[n:]
     if format == "implicit_prompt" and prompt and prompt[0]["role"] != "system":
@@ -162,10 +182,11 @@ def as_preference(columns: Columns) -> dict[str, Any]:
 
 @may_reject
 def as_prompt(columns: Columns) -> dict[str, Any]:
-    """The row with "prompt" (a string, or messages ending with a user turn); the other columns are kept for the rewards.
+    """The row with "prompt" (a string, or messages ending with a user turn); the other columns are kept for
+    the rewards.
 
-    Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's reward_model.ground_truth
-    becomes the column answer.
+    Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's
+    reward_model.ground_truth becomes the column answer.
     """
     format = format_of(columns, PROMPT)
     row = dict(columns)
@@ -187,12 +208,17 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
 
 
 def _decoded(column: str, value: Any) -> Any:
-    """A number as text; messages that are given as JSON text; anything else, as text that is some other JSON, as it is."""
+    """A number as text; messages that are given as JSON text; anything else, as text that is some other JSON,
+    as it is."""
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
     if column in CHATS and isinstance(value, str) and MESSAGES.match(value):
         turns = json.loads(value)
-        return turns if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns) else value
+        return (
+            turns
+            if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns)
+            else value
+        )
     return value
 
 
@@ -229,7 +255,9 @@ def _conversation(columns: Columns) -> list[Message]:
 def _prompt_turns(columns: Columns) -> list[Message]:
     """The prompt column, a string or messages, as messages, after the system turn."""
     prompt = columns["prompt"]
-    return _after_system(columns, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    return _after_system(
+        columns, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    )
 
 
 def _after_system(columns: Columns, turns: Any) -> list[Message]:
@@ -264,7 +292,8 @@ def _messages(value: Any) -> list[Message]:
             raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
         if isinstance(content, list):
             content = "".join(map(_part, content))
-        calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))  # OpenAI's before tool_calls
+        # OpenAI's before tool_calls
+        calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))
         if content is None and calls:
             content = ""
         if not isinstance(content, str):
@@ -276,7 +305,9 @@ def _messages(value: Any) -> list[Message]:
             message |= dict.fromkeys(REASONING, thought)
         message |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
         if calls or name == "function_call":
-            message["tool_calls"] = [_tool_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+            message["tool_calls"] = [
+                _tool_call(call) for call in (calls if isinstance(calls, list) else [calls])
+            ]
         if not _is_trained(turn):
             message["train"] = False
         messages.append(message)
@@ -284,7 +315,8 @@ def _messages(value: Any) -> list[Message]:
 
 
 def _part(part: Any) -> str:
-    """The text of one part of a message: a string, or {"type": "text"} with text (OpenAI) or value (LLaMA-Factory)."""
+    """The text of one part of a message: a string, or {"type": "text"} with text (OpenAI) or value
+    (LLaMA-Factory)."""
     if isinstance(part, dict) and part.get("type") in (None, "text"):
         part = part.get("value") if part.get("text") is None else part["text"]
     if not isinstance(part, str):
@@ -304,8 +336,8 @@ def _is_trained(turn: dict[str, Any]) -> bool:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call in OpenAI's form, but with its arguments as an object: as JSON text, chat templates would encode them
-    again."""
+    """A tool call in OpenAI's form, but with its arguments as an object: as JSON text, chat templates would
+    encode them again."""
     function = dict(call.get("function") or call)
     if isinstance(arguments := function.get("arguments"), str):
         function["arguments"] = json.loads(arguments.strip() or "{}")
@@ -324,9 +356,15 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
     """The system turn, the history and the instruction with its input, as messages."""
     messages = _system(columns)
     for pair in columns.get("history") or []:
-        if not isinstance(pair, (list, tuple)) or not all(isinstance(text, str) for text in pair) or len(pair) != 2:
+        if (
+            not isinstance(pair, (list, tuple))
+            or not all(isinstance(text, str) for text in pair)
+            or len(pair) != 2
+        ):
             raise BadRow("history is not a list of [question, answer]")
-        messages += [{"role": r, "content": unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)]
+        messages += [
+            {"role": r, "content": unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)
+        ]
     instruction = _string(columns, "instruction")
     extra = _optional(columns, "input")
     return [*messages, {"role": "user", "content": f"{instruction}\n{extra}" if extra else instruction}]
@@ -336,7 +374,9 @@ def _hh_messages(text: str) -> list[Message]:
     """HH-RLHF's "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages."""
     before, *parts = re.split("\n\n(Human|Assistant):", unicode(text))
     if before:
-        raise BadRow("text before the first Human:/Assistant: turn (a prompt in another column: --columns prompt=NAME)")
+        raise BadRow(
+            "text before the first Human:/Assistant: turn (a prompt in another column: --columns prompt=NAME)"
+        )
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
     messages = [{"role": roles[name], "content": content.strip()} for name, content in turns]

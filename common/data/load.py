@@ -24,9 +24,10 @@ def load_data(
 ) -> tuple[Shuffled, Examples]:
     """The training data, with the example at each position of the run, and the held-out examples (or none).
 
-    encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a document; may
-    raise BadRow. Any field that it adds to a sequence reaches the batch. Called on every process. With dataset_streaming the
-    training data is a Stream (common/extras/stream.py), with the same methods.
+    encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a
+    document; may raise BadRow. Any field that it adds to a sequence reaches the batch. Called on every
+    process. With dataset_streaming the training data is a Stream (common/extras/stream.py), with the same
+    methods.
     """
     if args.dataset_streaming:
         extra("stream").check(args)
@@ -41,11 +42,14 @@ def load_data(
 
 
 class Rows:
-    """Rows of several sources, converted by a function and kept in memory, one source after another. Each has the columns of
-    all, None where it lacks one."""
+    """Rows of several sources, converted by a function and kept in memory, one source after another. Each has
+    the columns of all, None where it lacks one."""
 
     def __init__(
-        self, sources: list[Source], function: Callable[[Row], dict[str, Any]], curriculum_column: str | None = None
+        self,
+        sources: list[Source],
+        function: Callable[[Row], dict[str, Any]],
+        curriculum_column: str | None = None,
     ):
         """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
         self.sources, self.counts, self._facts = sources, [], []
@@ -62,7 +66,9 @@ class Rows:
             self.rows += [row for row, _ in found]
             self.counts.append(len(found))
             difficulty += [number for _, number in found]
-            self._facts.append(source.facts() | facts | {"tokens": sum(len(row["prompt_ids"]) for row, _ in found)})
+            self._facts.append(
+                source.facts() | facts | {"tokens": sum(len(row["prompt_ids"]) for row, _ in found)}
+            )
         # A reward gets the same columns whatever rows it is called with, and so on any number of processes.
         names = dict.fromkeys(name for row in self.rows for name in row)
         self.rows = [{name: row.get(name) for name in names} for row in self.rows]

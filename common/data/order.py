@@ -1,7 +1,7 @@
 """The order of training: which example is at which position of a run.
 
-A pure function of (seed, position), so that a run can resume at any step, with any number of processes. Without weights,
-position i of a run has element i mod N of the permutation of epoch i div N.
+A pure function of (seed, position), so that a run can resume at any step, with any number of processes.
+Without weights, position i of a run has element i mod N of the permutation of epoch i div N.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -35,16 +35,20 @@ class Order:
     ):
         """counts: examples per source, one source after another.
 
-        weights: the share of each source in an epoch, which keeps its sum(counts) positions: a source with too few examples
-        is repeated; one with too many is continued in the next epoch. Any stretch of an epoch matches the shares to within
-        about one example. None: each example once. difficulty (N,): the first part of epoch 0 is ordered by it, in shuffled
-        bands. Raises UserError for a source without examples.
+        weights: the share of each source in an epoch, which keeps its sum(counts) positions: a source with
+        too few examples is repeated; one with too many is continued in the next epoch. Any stretch of an
+        epoch matches the shares to within about one example. None: each example once. difficulty (N,): the
+        first part of epoch 0 is ordered by it, in shuffled bands. Raises UserError for a source without
+        examples.
         """
         self.counts, self.seed, self.weights = [int(count) for count in counts], seed, weights
         if not sum(self.counts) or (weights is not None and 0 in self.counts):
-            raise UserError(f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}")
+            raise UserError(
+                f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}"
+            )
         self.difficulty = difficulty
-        self.epoch = lru_cache(maxsize=2)(self._draw)  # a window spans at most two epochs, unless it is larger than one
+        # a window spans at most two epochs, unless it is larger than one
+        self.epoch = lru_cache(maxsize=2)(self._draw)
 
     def of(self, examples: "Examples") -> "Order":
         """The order of other examples of the same sources, with the same settings."""
@@ -52,9 +56,11 @@ class Order:
 
     @cached_property
     def quotas(self) -> list[int] | None:
-        """Positions of each source in an epoch; None: each example once. Raises UserError for a source that would get none.
+        """Positions of each source in an epoch; None: each example once. Raises UserError for a source that
+        would get none.
 
-        Computed only when needed: a source may have too few documents for its share, and rows enough once they are cut.
+        Computed only when needed: a source may have too few documents for its share, and rows enough once
+        they are cut.
         """
         return None if self.weights is None else shares(self.weights, len(self))
 
@@ -70,9 +76,12 @@ class Order:
         if self.quotas is None:
             order = rng.permutation(len(self))
         else:
-            # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the epoch.
+            # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the
+            # epoch.
             moments = np.concatenate([(np.arange(n) + rng.random(n)) / max(n, 1) for n in self.quotas])
-            order = np.concatenate([self._draw_source(s, epoch) for s in range(len(self.quotas))])[np.argsort(moments)]
+            order = np.concatenate([self._draw_source(s, epoch) for s in range(len(self.quotas))])[
+                np.argsort(moments)
+            ]
         if epoch == 0 and self.difficulty is not None:
             n = round(CURRICULUM * len(order))
             ranked = order[:n][np.argsort(self.difficulty[order[:n]], kind="stable")]
@@ -80,10 +89,13 @@ class Order:
         return order
 
     def _draw_source(self, s: int, epoch: int) -> np.ndarray:
-        """The examples of source s in an epoch, continuing its permutations where the previous epoch ended."""
+        """The examples of source s in an epoch, continuing its permutations where the previous epoch
+        ended."""
         n, N = self.quotas[s], self.counts[s]
         turns = np.arange(epoch * n, (epoch + 1) * n)
-        passes = {k: np.random.default_rng((self.seed, s, k)).permutation(N) for k in np.unique(turns // N).tolist()}
+        passes = {
+            k: np.random.default_rng((self.seed, s, k)).permutation(N) for k in np.unique(turns // N).tolist()
+        }
         drawn = [passes[k][turns[turns // N == k] % N] for k in passes]
         return sum(self.counts[:s]) + np.concatenate(drawn) if drawn else np.zeros(0, np.int64)
 
@@ -122,16 +134,20 @@ class Shuffled:
 
 
 def drop_turns(train: Shuffled, probability: float) -> Shuffled:
-    """The same training data, in which each chat ends after one of its earlier answers with this probability."""
+    """The same training data, in which each chat ends after one of its earlier answers with this
+    probability."""
     return extra("turn_dropping").ShortChats(train, probability) if probability else train
 
 
 def shares(weights: SequenceOf[float], total: int) -> list[int]:
-    """Divide `total` in proportion to the weights, by largest remainders. Raises UserError if a share would be 0."""
+    """Divide `total` in proportion to the weights, by largest remainders. Raises UserError if a share would
+    be 0."""
     exact = np.array(weights, np.float64) / np.sum(weights) * total
     result = np.floor(exact).astype(np.int64)
     for s in np.argsort(result - exact, kind="stable")[: total - int(result.sum())]:
         result[s] += 1
     if (result == 0).any():
-        raise UserError(f"--dataset_weights: of {total} examples, source {int((result == 0).argmax()) + 1} would give none")
+        raise UserError(
+            f"--dataset_weights: of {total} examples, source {int((result == 0).argmax()) + 1} would give none"
+        )
     return result.tolist()

@@ -1,7 +1,7 @@
 """Sources: which ones the arguments name, the rows of each, read lazily, and which of them are selected.
 
-A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue from any row.
-Tables are read by common/extras/tables.py. formats.py interprets the columns.
+A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue
+from any row. Tables are read by common/extras/tables.py. formats.py interprets the columns.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,22 @@ from common.errors import UserError
 from common.extras import extra
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
-# Other names of splits, as the datasets library knows them; and words in the names of files that are held out.
+# Other names of splits, as the datasets library knows them; and words in the names of files that are held
+# out.
 ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
-WORDS = "|".join(["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)])
+WORDS = "|".join(
+    ["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)]
+)
 HELD_OUT = re.compile(f"(^|[^a-z])({WORDS})([^a-z]|$)", re.IGNORECASE)
 DIVIDED = re.compile(f"(train|{WORDS})[^a-z]", re.IGNORECASE)  # the start of such names
 # Files beside the data.
-NOTES = re.compile("(licen[cs]e|notice|readme|requirements)([^a-z].*)?[.]txt|(dataset_infos?|metadata)[.]json", re.I)
-MAX_BLOCK = 1 << 20  # bytes of a .txt file without a blank line after which a document ends at the next line break
-Cursor = list[int]  # where reading continues in a source: [file number, rows read of that file, rows given so far]
+NOTES = re.compile(
+    "(licen[cs]e|notice|readme|requirements)([^a-z].*)?[.]txt|(dataset_infos?|metadata)[.]json", re.I
+)
+# bytes of a .txt file without a blank line after which a document ends at the next line break
+MAX_BLOCK = 1 << 20
+# where reading continues in a source: [file number, rows read of that file, rows given so far]
+Cursor = list[int]
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Source:
         return {"source": self.label, "path": self.path, "split": self.split, "weight": self.weight}
 
 
-# --- which sources --------------------------------------------------------------------------------------------------
+# --- which sources ------------------------------------------------------------------------------------------
 
 # The keys that an item of --dataset_name may have.
 ITEM = {"path": str, "name": str, "split": str, "max_samples": int}
@@ -63,8 +70,8 @@ ITEM = {"path": str, "name": str, "split": str, "max_samples": int}
 def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
     """The training and evaluation sources that the arguments name.
 
-    Evaluation uses the held-out part of the training sources with eval_fraction; else eval_dataset_name; else the evaluation
-    split of those training sources that have one.
+    Evaluation uses the held-out part of the training sources with eval_fraction; else eval_dataset_name; else
+    the evaluation split of those training sources that have one.
     """
     train, most = training_sources(args), args.max_eval_samples
     if args.eval_fraction and args.eval_dataset_name:
@@ -73,52 +80,78 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
         parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
         evaluation = [source for source in parts if next(read_rows(source), None)]
         if not evaluation:
-            raise UserError(f"--eval_fraction {args.eval_fraction}: no row is held out; a larger share is needed")
+            raise UserError(
+                f"--eval_fraction {args.eval_fraction}: no row is held out; a larger share is needed"
+            )
         return train, evaluation
     if args.eval_dataset_name:
-        evaluation = _labelled([_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name])
+        evaluation = _labelled(
+            [_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name]
+        )
     else:
         change = {"split": args.dataset_eval_split, "max_samples": most}
-        splits = [dataclasses.replace(source, **change) for source in train if source.split != args.dataset_eval_split]
+        splits = [
+            dataclasses.replace(source, **change)
+            for source in train
+            if source.split != args.dataset_eval_split
+        ]
         trained = {file.resolve() for source in train for file in files_of(source) or ()}
-        apart = [source for source in splits if trained.isdisjoint(file.resolve() for file in files_of(source) or ())]
+        apart = [
+            source
+            for source in splits
+            if trained.isdisjoint(file.resolve() for file in files_of(source) or ())
+        ]
         evaluation = [source for source in apart if _has_split(source)]
         if not evaluation and args.dataset_eval_split != "validation":  # the default, which need not be there
-            raise UserError(f"--dataset_eval_split {args.dataset_eval_split}: no source has it, beside what is trained on")
+            raise UserError(
+                f"--dataset_eval_split {args.dataset_eval_split}: no source has it, beside what is trained on"
+            )
     return train, evaluation
 
 
 def training_sources(args: CommonArgs) -> list[Source]:
-    """The training sources that the arguments name. Raises UserError for settings that contradict each other."""
-    sources = _labelled([_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name])
+    """The training sources that the arguments name. Raises UserError for settings that contradict each
+    other."""
+    sources = _labelled(
+        [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
+    )
     if args.dataset_weights is not None:
         if len(args.dataset_weights) != len(sources):
             raise UserError("--dataset_weights: expected one weight for each source of --dataset_name")
         pairs = zip(sources, args.dataset_weights, strict=True)
         sources = [dataclasses.replace(source, weight=weight) for source, weight in pairs]
     if args.eval_fraction:
-        sources = [dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in sources]
+        sources = [
+            dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in sources
+        ]
     return sources
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's fingerprint."""
-    found = {name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")}
+    """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's
+    fingerprint."""
+    found = {
+        name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")
+    }
     files = files_of(source)
     if files is None:
         table = extra("tables").load_table(source)
-        return found | {"fingerprint": getattr(table, "_fingerprint", None)}  # streamed from the Hub it has none
+        # streamed from the Hub it has none
+        return found | {"fingerprint": getattr(table, "_fingerprint", None)}
     return found | {"files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]}
 
 
 def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
-    """A source from a word of a flag: a path or name, or a JSON object with settings (a mapping in the YAML file)."""
+    """A source from a word of a flag: a path or name, or a JSON object with settings (a mapping in the YAML
+    file)."""
     item: dict[str, Any] = {"path": word}
     if word.lstrip().startswith("{"):
         try:
             item = {"path": None} | json.loads(word)
         except ValueError as error:
-            raise UserError(f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}') from None
+            raise UserError(
+                f'--{flag} {word}: not valid JSON: {error}; expected like {{"path": "a.jsonl"}}'
+            ) from None
     for key, value in item.items():
         if type(value) is not ITEM.get(key) or value == "" or (key == "max_samples" and value < 1):
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in ITEM.items())
@@ -148,23 +181,28 @@ def _labelled(sources: list[Source]) -> list[Source]:
     return labelled
 
 
-# --- rows of a source -----------------------------------------------------------------------------------------------
+# --- rows of a source ---------------------------------------------------------------------------------------
 
 
 def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Row, Cursor]]:
     """The rows of a source one by one, each with the cursor after it, starting from `cursor` if given.
 
-    Folders: the files named after the split; for train, if there are none, all files, unless the names of some say that they
-    are held out (val, test, ...). Raises UserError if something cannot be read, and at the end for a source without rows.
+    Folders: the files named after the split; for train, if there are none, all files, unless the names of
+    some say that they are held out (val, test, ...). Raises UserError if something cannot be read, and at the
+    end for a source without rows.
     """
     first, at, given = cursor or [0, 0, 0]
     files = files_of(source)
     if files == []:
-        raise UserError(f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ...")
+        raise UserError(
+            f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ..."
+        )
     most = math.inf if source.max_samples is None else source.max_samples
     renames = [pair.partition("=")[::2] for pair in source.columns]
     if not all(new and old for new, old in renames):
-        raise UserError(f"--columns {' '.join(source.columns)}: expected new=old, for instance prompt=question")
+        raise UserError(
+            f"--columns {' '.join(source.columns)}: expected new=old, for instance prompt=question"
+        )
     if given >= most:
         return
     for file in range(first, 1 if files is None else len(files)):
@@ -189,7 +227,8 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
 
 
 def load_rows(source: Source | str) -> list[Row]:
-    """All rows of a source (or of the path or name in a str) in memory. Raises UserError if there are none."""
+    """All rows of a source (or of the path or name in a str) in memory. Raises UserError if there are
+    none."""
     return [row for row, _ in read_rows(Source(source) if isinstance(source, str) else source)]
 
 
@@ -204,7 +243,8 @@ def _is_held_out(source: Source, row: Row) -> bool:
 
 
 def files_of(source: Source) -> list[Path] | None:
-    """The files of the source's split, [] if its folder has none; None if the datasets library reads the source."""
+    """The files of the source's split, [] if its folder has none; None if the datasets library reads the
+    source."""
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
@@ -216,11 +256,14 @@ def files_of(source: Source) -> list[Path] | None:
         # In data: a copy of a Hub dataset, beside which there may be a stats.json.
         if not any(DIVIDED.match(file.name) or kind(file) not in (".txt", ".json") for file in files):
             files = sorted(data) if not files or any(DIVIDED.match(file.name) for file in data) else files
-        split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])  # train.jsonl, train-1.csv, train_2.csv
+        # train.jsonl, train-1.csv, train_2.csv
+        split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])
         named = [file for file in files if re.match(f"({split})[^a-z]", file.name, re.IGNORECASE)]
         held_out = [file for file in files if HELD_OUT.search(file.name)]
         if source.split == "train":  # where all files are alike, the folder is what was asked for
-            named = [file for file in named if file not in held_out] or ([] if 0 < len(held_out) < len(files) else files)
+            named = [file for file in named if file not in held_out] or (
+                [] if 0 < len(held_out) < len(files) else files
+            )
         return named
     if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
         raise UserError(f"{source.path}: there is no such file or folder")
@@ -237,7 +280,7 @@ def _has_split(source: Source) -> bool:
     return bool(files)
 
 
-# --- rows of a file -------------------------------------------------------------------------------------------------
+# --- rows of a file -----------------------------------------------------------------------------------------
 
 
 def kind(path: Path) -> str:
@@ -253,8 +296,8 @@ def plain(path: Path) -> Path:
 def read_file(path: Path) -> Iterator[Row]:
     """The rows of a file.
 
-    .json is one array or an object per line, .txt a row {"text"} per paragraph. All but .parquet may be compressed. Raises
-    UserError for a broken file.
+    .json is one array or an object per line, .txt a row {"text"} per paragraph. All but .parquet may be
+    compressed. Raises UserError for a broken file.
     """
     suffix = kind(path)
     try:
@@ -319,7 +362,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")  # a byte order mark at the start
+                # a byte order mark at the start
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 hint = "convert the file, Chinese text for example by iconv -f GB18030 -t UTF-8"
                 raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; {hint}") from None

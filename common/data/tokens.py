@@ -1,8 +1,9 @@
-"""Text, chats and pairs as tokens: sequences of ids with a mask of trained tokens, and prompts to sample from.
+"""Text, chats and pairs as tokens: sequences of ids with a mask of trained tokens, and prompts to sample
+from.
 
-In documents, prompt and completion strings, a special token that is spelled out becomes that token: raw text may carry its
-own formatting. In chats it does not (see chat.py, which also decides what is trained). No token spans the boundary between
-trained and untrained text.
+In documents, prompt and completion strings, a special token that is spelled out becomes that token: raw text
+may carry its own formatting. In chats it does not (see chat.py, which also decides what is trained). No token
+spans the boundary between trained and untrained text.
 """
 
 from collections.abc import Iterable
@@ -10,7 +11,15 @@ from itertools import chain, pairwise
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import PLACEHOLDER, assistant_spans, hidden_texts, leaves_out, per_tokenizer, render, special_tokens
+from common.data.chat import (
+    PLACEHOLDER,
+    assistant_spans,
+    hidden_texts,
+    leaves_out,
+    per_tokenizer,
+    render,
+    special_tokens,
+)
 from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, whole
 from common.errors import UserError
 import numpy as np
@@ -19,17 +28,20 @@ if TYPE_CHECKING:
     import tokenizers
 
 NOT_FAST = "a tokenizer is needed whose tokenizer.json does all that it does"
-notes: set[str] = set()  # what is to be known of the row that is tokenised: encode.py counts them, and empties the set
+# what is to be known of the row that is tokenised: encode.py counts them, and empties the set
+notes: set[str] = set()
 
 
 @may_reject
 def tokenize_chat(
     chat: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "all_turns", max_length: int | None = None
 ) -> Sequence:
-    """The result of formats.as_chat (messages, prompt and completion, or text) as input_ids (n,) and loss_mask (n,) int64.
+    """The result of formats.as_chat (messages, prompt and completion, or text) as input_ids (n,) and
+    loss_mask (n,) int64.
 
-    train_on: for messages, see tokenize_messages; of prompt and completion only the completion is trained, of a text all of
-    it. max_length: longer ones are truncated at the end. Raises BadRow if nothing is left to train on.
+    train_on: for messages, see tokenize_messages; of prompt and completion only the completion is trained, of
+    a text all of it. max_length: longer ones are truncated at the end. Raises BadRow if nothing is left to
+    train on.
     """
     if "text" in chat:
         sequence = whole(tokenize_documents([chat["text"]], tokenizer)[0])
@@ -55,8 +67,9 @@ def tokenize_messages(
 ) -> Sequence:
     """A conversation as input_ids (n,) int64 and loss_mask (n,) int64.
 
-    train_on: all_turns or last_turn of the assistant, from first_trained_turn on, or everything. An assistant turn with
-    "train": False is never trained. Raises BadRow for a conversation without a turn to train, or that its template rejects.
+    train_on: all_turns or last_turn of the assistant, from first_trained_turn on, or everything. An assistant
+    turn with "train": False is never trained. Raises BadRow for a conversation without a turn to train, or
+    that its template rejects.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_trained_turn]
     if not turns:
@@ -68,7 +81,9 @@ def tokenize_messages(
     if train_on != "everything":
         text, spans = assistant_spans(messages, tokenizer, tools, trained)
         starts = [start for start, _ in spans.values()]
-        others = [m["content"] for i, m in enumerate(messages) if m["role"] == "assistant" and i not in trained]
+        others = [
+            m["content"] for i, m in enumerate(messages) if m["role"] == "assistant" and i not in trained
+        ]
         if others and (seams(text, starts) or any(answer[:1].isspace() for answer in others)):
             starts += answer_starts(text, messages, tokenizer, tools)
         return tokenize_spans(text, spans.values(), tokenizer, starts)
@@ -77,7 +92,9 @@ def tokenize_messages(
     shown = PLACEHOLDER.sub(lambda found: hidden_texts(tokenizer)[int(found[1])], text)
     thoughts = [thought for i in trained if (thought := messages[i].get("reasoning_content"))]
     if thoughts and not any(thought.strip() in shown for thought in thoughts):
-        raise BadRow("the chat template leaves out reasoning_content (another one: --chat_template FILE.jinja)")
+        raise BadRow(
+            "the chat template leaves out reasoning_content (another one: --chat_template FILE.jinja)"
+        )
     borders = [0, *chain.from_iterable(spans.values()), len(text)]  # everything outside the spans is trained
     return tokenize_spans(text, list(zip(borders[::2], borders[1::2], strict=True)), tokenizer)
 
@@ -89,7 +106,9 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
     The prompt has the same ids as on its own, as in sampling: no token spans the boundary.
     """
     if tokenizer.chat_template:
-        notes.add("plain text goes without the chat template (as chats: --columns instruction=prompt output=completion)")
+        notes.add(
+            "plain text goes without the chat template (as chats: --columns instruction=prompt output=completion)"
+        )
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)
     if ids[: len(before)] != before:  # a merge across the boundary: tokenise the completion separately
@@ -102,7 +121,8 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
 
 
 def tokenize_documents(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
-    """Each document as int64 ids with one end-of-text token, and one beginning-of-text token if the tokenizer adds it."""
+    """Each document as int64 ids with one end-of-text token, and one beginning-of-text token if the tokenizer
+    adds it."""
     documents, eos = [], tokenizer.eos_token_id
     for ids in _ids(texts, tokenizer):
         ids = _with_bos(ids, tokenizer)
@@ -125,24 +145,34 @@ def tokenize_pair(
         sides = [tokenize_completion(prompt, answer, tokenizer) for answer in (chosen, rejected)]
     else:
         first = len(prompt)
-        sides = [tokenize_messages(prompt + side, tokenizer, first_trained_turn=first) for side in (chosen, rejected)]
+        sides = [
+            tokenize_messages(prompt + side, tokenizer, first_trained_turn=first)
+            for side in (chosen, rejected)
+        ]
     starts = [int(side["loss_mask"].argmax()) for side in sides]
-    if starts[0] != starts[1] or (sides[0]["input_ids"][: starts[0]] != sides[1]["input_ids"][: starts[0]]).any():
+    if (
+        starts[0] != starts[1]
+        or (sides[0]["input_ids"][: starts[0]] != sides[1]["input_ids"][: starts[0]]).any()
+    ):
         raise BadRow("the prompt has other tokens before the chosen than before the rejected answer")
     ends = [int(np.flatnonzero(side["loss_mask"])[-1]) for side in sides]
-    if min(ends) < max_length <= max(ends):  # one answer loses its end token: trained in the other alone, it would make
+    # one answer loses its end token: trained in the other alone, it would make
+    if min(ends) < max_length <= max(ends):
         side = sides[ends.index(min(ends))]  # ending good or bad
         side["loss_mask"][min(ends)] = 0
     return [truncate(side, max_length) for side in sides]
 
 
 def tokenize_text(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Plain text as ids, with one beginning-of-text token if the tokenizer adds it, and no end-of-text token."""
+    """Plain text as ids, with one beginning-of-text token if the tokenizer adds it, and no end-of-text
+    token."""
     return _with_bos(_ids([text], tokenizer)[0], tokenizer)
 
 
 @may_reject
-def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None) -> list[int]:
+def tokenize_prompt(
+    prompt: str | list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None
+) -> list[int]:
     """A prompt as ids to sample from: plain text unchanged, messages followed by the answer's header."""
     if isinstance(prompt, str):
         if tokenizer.chat_template:
@@ -159,8 +189,11 @@ def tokenize_prompt(prompt: str | list[Message], tokenizer: Tokenizer, tools: li
     return encode_text(text, tokenizer, cuts=seams(text, starts))[0]
 
 
-def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> list[int]:
-    """The starts of the assistant's turns in the text of a chat, or of a longer one; none if the template hides them."""
+def answer_starts(
+    text: str, messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None
+) -> list[int]:
+    """The starts of the assistant's turns in the text of a chat, or of a longer one; none if the template
+    hides them."""
     try:
         whole_text, spans = assistant_spans(messages, tokenizer, tools)
     except BadRow:
@@ -169,8 +202,8 @@ def answer_starts(text: str, messages: list[Message], tokenizer: Tokenizer, tool
 
 
 def seams(text: str, starts: Iterable[int]) -> list[int]:
-    """Those starts of answers where white space meets white space, or that follow a space: some tokenizers merge across
-    them, and the answer would then be trained after other tokens than it is sampled after."""
+    """Those starts of answers where white space meets white space, or that follow a space: some tokenizers
+    merge across them, and the answer would then be trained after other tokens than it is sampled after."""
     return [
         at
         for at in starts
@@ -201,8 +234,8 @@ def tokenize_spans(
 ) -> Sequence:
     """Text of `render` as ids with a mask that is 1 exactly on the given character spans [start, end).
 
-    The spans do not overlap. The text is tokenised as a whole, except for cuts at the seams before answers; if a token would
-    cross the boundary of a span, it is tokenised piece by piece instead.
+    The spans do not overlap. The text is tokenised as a whole, except for cuts at the seams before answers;
+    if a token would cross the boundary of a span, it is tokenised piece by piece instead.
     """
     spans = sorted(spans)
     ids, offsets = encode_text(text, tokenizer, cuts=seams(text, starts))
@@ -220,7 +253,8 @@ def _mask(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray | Non
         return np.zeros(len(offsets), np.int64)
     starts, ends = offsets[:, 0], offsets[:, 1]
     opens, closes = np.array([*spans, (sys.maxsize, sys.maxsize)]).T
-    next_span = np.searchsorted(closes, starts, side="right")  # for each token, the first span that ends after its start
+    # for each token, the first span that ends after its start
+    next_span = np.searchsorted(closes, starts, side="right")
     opens, closes = opens[next_span], closes[next_span]
     inside = (starts >= opens) & (ends <= closes)
     if ((ends > opens) & ~inside).any():
@@ -239,10 +273,13 @@ class _Traits(NamedTuple):
 def _traits(tokenizer: Tokenizer) -> _Traits:
     sample = "Hello there,\n  it's 1+1=2."
     ids = tokenizer(sample, add_special_tokens=False).input_ids
-    if engine_of(tokenizer).encode(sample, add_special_tokens=False).ids != ids:  # called directly from here on
+    # called directly from here on
+    if engine_of(tokenizer).encode(sample, add_special_tokens=False).ids != ids:
         raise UserError(f"{type(tokenizer).__name__}: {NOT_FAST}")
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
-    line_break = tokenizer("\n", add_special_tokens=False).input_ids if tokens and tokens[0][0] in "▁Ġ" else None
+    line_break = (
+        tokenizer("\n", add_special_tokens=False).input_ids if tokens and tokens[0][0] in "▁Ġ" else None
+    )
     return _Traits(frozenset(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), line_break)
 
 
@@ -263,12 +300,15 @@ def engine_of(tokenizer: Tokenizer, literal: bool = False) -> "tokenizers.Tokeni
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Texts as ids, without beginning- or end-of-text tokens."""
     _traits(tokenizer)  # raises for a tokenizer that is not to be called in this way
-    encodings = engine_of(tokenizer, tokenizer.split_special_tokens).encode_batch_fast(texts, add_special_tokens=False)
+    encodings = engine_of(tokenizer, tokenizer.split_special_tokens).encode_batch_fast(
+        texts, add_special_tokens=False
+    )
     return [encoding.ids for encoding in encodings]
 
 
 def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tuple[list[int], np.ndarray]:
-    """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become text."""
+    """Text of `render` as ids and their characters [start, end); no token crosses a cut. Placeholders become
+    text."""
     traits = _traits(tokenizer)
     hidden = list(PLACEHOLDER.finditer(text))
     if text.count("\ufdd0") != len(hidden):
@@ -291,10 +331,14 @@ def encode_text(text: str, tokenizer: Tokenizer, cuts: Iterable[int] = ()) -> tu
 def _piece(
     text: str, tokenizer: Tokenizer, traits: _Traits, first: bool, literal: bool = False
 ) -> tuple[list[int], np.ndarray]:
-    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay characters."""
-    # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a line break.
+    """A piece of a longer text as ids and their characters; literal: spelled special tokens stay
+    characters."""
+    # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a
+    # line break.
     lead = None if first else traits.line_break
-    encoding = engine_of(tokenizer, literal).encode(text if lead is None else "\n" + text, add_special_tokens=False)
+    encoding = engine_of(tokenizer, literal).encode(
+        text if lead is None else "\n" + text, add_special_tokens=False
+    )
     ids, characters = encoding.ids, encoding.offsets
     if lead is not None:
         if ids[: len(lead)] != lead:
@@ -307,7 +351,10 @@ def _piece(
             # A token may include white space around it; that is not counted as its characters.
             start, end = characters[i]
             around = text[start:end]
-            characters[i] = start + len(around) - len(around.lstrip()), end - len(around) + len(around.rstrip())
+            characters[i] = (
+                start + len(around) - len(around.lstrip()),
+                end - len(around) + len(around.rstrip()),
+            )
     # A list of pairs as an array: flattening is three times as fast as np.array(characters).
     return ids, np.fromiter(chain.from_iterable(characters), np.int64, 2 * len(ids)).reshape(-1, 2)
 
@@ -322,7 +369,10 @@ def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, b
     ids, mask = sequence["input_ids"], sequence["loss_mask"]
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
     return [
-        (tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False), bool(mask[start]))
+        (
+            tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            bool(mask[start]),
+        )
         for start, end in zip(borders[:-1], borders[1:], strict=True)
     ]
 

@@ -10,10 +10,11 @@ import numpy as np
 Tokenizer = Any  # a transformers.PreTrainedTokenizerBase: importing that takes seconds
 Function = TypeVar("Function", bound=Callable[..., Any])
 Message = dict[str, Any]  # {"role", "content", ...}: a turn of a chat
-# One text as tokens: `input_ids` (n,) and `loss_mask` (n,), 1 where trained; and further fields of any name, which reach
-# the batch: an array of n numbers is a per-token field, a single number a per-sequence field.
+# One text as tokens: `input_ids` (n,) and `loss_mask` (n,), 1 where trained; and further fields of any name,
+# which reach the batch: an array of n numbers is a per-token field, a single number a per-sequence field.
 Sequence = dict[str, np.ndarray | float | int]
-# Sequences that stay together: that of a conversation, the chosen and rejected answers of a pair, all those of a pack.
+# Sequences that stay together: that of a conversation, the chosen and rejected answers of a pair, all those
+# of a pack.
 Example = list[Sequence]
 # Names that a batch has of its own (collators.flat_batch), which no field of a sequence may have.
 RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask", "lengths", "token_map")
@@ -50,8 +51,8 @@ class BadRow(Exception):
 
 
 def may_reject(function: Function) -> Function:
-    """For functions of a row's content: whatever fails there (half a surrogate, a list where an object should be, too deep a
-    nesting) is a BadRow, with the error's own message."""
+    """For functions of a row's content: whatever fails there (half a surrogate, a list where an object should
+    be, too deep a nesting) is a BadRow, with the error's own message."""
 
     @functools.wraps(function)
     def called(*values: Any, **options: Any) -> Any:
@@ -73,7 +74,8 @@ def unicode(text: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value whose objects lack the keys that are None: a table gives each of them the keys that any of them has."""
+    """A value whose objects lack the keys that are None: a table gives each of them the keys that any of them
+    has."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

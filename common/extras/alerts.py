@@ -1,6 +1,8 @@
-"""--alert_webhook: alerts for a run that nobody is watching, as JSON POSTs from a thread, so that no step waits for them.
+"""--alert_webhook: alerts for a run that nobody is watching, as JSON POSTs from a thread, so that no step
+waits for them.
 
-The address is a secret: it is removed from the arguments before anything is written, and from sys.argv; no message holds it.
+The address is a secret: it is removed from the arguments before anything is written, and from sys.argv; no
+message holds it.
 """
 
 import json
@@ -34,7 +36,9 @@ class Alerts:
         for words in (sys.argv, sys.orig_argv):  # which trackers record
             words[:] = map(hidden, words)
         if not ADDRESS.fullmatch(self.url):
-            raise UserError("--alert_webhook: expected http:// or https://, a host and a path (the address is not shown)")
+            raise UserError(
+                "--alert_webhook: expected http:// or https://, a host and a path (the address is not shown)"
+            )
         self.run = args.run_name or Path(args.output_dir).name
         self.step, self.failed = 0, False
         self.last: dict[str, float] = {}  # when an alert of each kind was sent
@@ -57,7 +61,9 @@ class Alerts:
         # Slack reads "text", Discord "content"; neither can mention anybody, as <!channel> or @everyone.
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         alert = {"text": escaped, "content": text, "allowed_mentions": {"parse": []}}
-        self.waiting.put(alert | {"event": event, "run": self.run, "step": self.step, "time": round(time.time(), 3)})
+        self.waiting.put(
+            alert | {"event": event, "run": self.run, "step": self.step, "time": round(time.time(), 3)}
+        )
 
     def close(self) -> None:
         """The run ends: wait briefly for the last alerts to go out."""
@@ -74,17 +80,25 @@ class Alerts:
                 if not (problem := post(self.url, alert)):
                     break
             if problem and not self.failed:
-                say(f"--alert_webhook: an alert did not arrive ({problem}): training goes on, and this is said only once")
+                say(
+                    f"--alert_webhook: an alert did not arrive ({problem}): training goes on, and this is said only once"
+                )
             self.failed |= bool(problem)
             self.waiting.task_done()
 
 
 def post(url: str, alert: dict[str, Any]) -> str:
-    """Make one attempt. Returns why the alert could not be delivered, or ""; never the address, as some exceptions do."""
+    """Make one attempt. Returns why the alert could not be delivered, or ""; never the address, as some
+    exceptions do."""
     headers = {"Content-Type": "application/json", "User-Agent": "plainloop"}
     request = urllib.request.Request(url, json.dumps(alert).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            return "" if answer.url == url else "it redirects"  # to where urllib then only asks, without the alert
+            # to where urllib then only asks, without the alert
+            return "" if answer.url == url else "it redirects"
     except Exception as error:
-        return f"it answers {error.code}" if hasattr(error, "code") else type(getattr(error, "reason", error)).__name__
+        return (
+            f"it answers {error.code}"
+            if hasattr(error, "code")
+            else type(getattr(error, "reason", error)).__name__
+        )

@@ -19,14 +19,16 @@ class Best:
     """
 
     def __init__(self, args: CommonArgs):
-        """args.save_best: a metric's name, with or without eval_, or min:NAME or max:NAME if the name does not say which
-        direction is better."""
+        """args.save_best: a metric's name, with or without eval_, or min:NAME or max:NAME if the name does
+        not say which direction is better."""
         metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
         if metric is None:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
         self.patience, self.delta, self.output_dir = patience, delta, args.output_dir
         self.name, self.sign = _direction(metric)
-        say(f"--save_best: the best checkpoint has the {'highest' if self.sign > 0 else 'lowest'} {self.name}")
+        say(
+            f"--save_best: the best checkpoint has the {'highest' if self.sign > 0 else 'lowest'} {self.name}"
+        )
         if self.name.startswith(SUITE) and not args.regression_suite:
             raise UserError(f"--save_best {metric}: that is measured with --regression_suite")
         if not self.name.startswith(SUITE) and not args.eval_steps:
@@ -39,8 +41,9 @@ class Best:
         self._before: tuple[float | None, int | None, dict[str, float]] = (None, None, {})
 
     def update(self, step: int, values: dict[str, float]) -> bool:
-        """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it is meant.
-        Whether it is the best so far. The values, and so the decisions, are the same on every process."""
+        """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it
+        is meant. Whether it is the best so far. The values, and so the decisions, are the same on every
+        process."""
         values = {_full(name): value for name, value in values.items()}
         if self.name.startswith(SUITE) != any(name.startswith(SUITE) for name in values):
             return False
@@ -78,11 +81,18 @@ class Best:
     def of_exported(self, last: dict[str, float]) -> dict[str, float]:
         """The last values of a run, with the evaluations of the exported model in place of the last ones."""
         is_last = last.get("step") == self.step
-        return {name: value for name, value in last.items() if is_last or not name.startswith("eval_")} | self.values
+        return {
+            name: value for name, value in last.items() if is_last or not name.startswith("eval_")
+        } | self.values
 
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
-        known = {"metric": self.name, "higher_is_better": self.sign > 0, "value": self.value, "step": self.step}
+        known = {
+            "metric": self.name,
+            "higher_is_better": self.sign > 0,
+            "value": self.value,
+            "step": self.step,
+        }
         return known | {"mark": self._mark, "waited": self._waited, "values": self.values}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
@@ -91,7 +101,9 @@ class Best:
             self.value, self.step, self.values = state["value"], state["step"], state.get("values", {})
             self._mark, self._waited = state["mark"], state["waited"]
         if self.step and not checkpoint_at(self.output_dir, self.step).exists():
-            say(f"--save_best: checkpoint-{self.step}, so far the best, is not in {self.output_dir}: the search starts over")
+            say(
+                f"--save_best: checkpoint-{self.step}, so far the best, is not in {self.output_dir}: the search starts over"
+            )
             self.value, self.step, self.values, self._mark, self._waited = None, None, {}, None, 0
 
 
@@ -106,5 +118,7 @@ def _direction(metric: str) -> tuple[str, int]:
         return _full(metric[4:]), 1 if metric.startswith("max:") else -1
     lower, higher = (any(word in metric for word in words) for words in (LOWER, HIGHER))
     if lower == higher:
-        raise UserError(f"--save_best {metric}: is lower or higher better? Write min:{metric} or max:{metric}")
+        raise UserError(
+            f"--save_best {metric}: is lower or higher better? Write min:{metric} or max:{metric}"
+        )
     return _full(metric), 1 if higher else -1

@@ -15,8 +15,10 @@ class Clock:
         self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.asked = 0.0  # the last question
-        self.saved_at, self.longest = time.time(), 0.0  # the longest time between two: a step, with its evaluation
-        self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))  # a guess, until one has been measured
+        # the longest time between two: a step, with its evaluation
+        self.saved_at, self.longest = time.time(), 0.0
+        # a guess, until one has been measured
+        self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))
 
     def asks(self) -> str:
         """What is due now: "stop", "save" or ""."""

@@ -26,8 +26,11 @@ def softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, *how: Any) -> tu
         say(f"the loss head is not compiled: {type(error).__name__}: {error}"[:200])
 
 
-def plain_softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, transform: LogitTransform, normalize: bool) -> tuple:
-    """fused_head's softmax of a chunk, with stats: scores and factor. The derivative goes to out (n, V) if given."""
+def plain_softmax(
+    out: Tensor | None, logits: Tensor, tokens: Tensor, transform: LogitTransform, normalize: bool
+) -> tuple:
+    """fused_head's softmax of a chunk, with stats: scores and factor. The derivative goes to out (n, V) if
+    given."""
     logits = logits.clone()
     inner = apply_(transform, logits, gradient=True)
     largest, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, tokens[:, None])
@@ -47,6 +50,7 @@ def plain_softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, transform:
 
 @functools.cache
 def compiled() -> Any:
-    """plain_softmax, compiled: at its first use, since some versions of Python refuse it. One graph is for all numbers of
-    rows (but 1) and, as tokens are copied, for all chunks of a row: beyond 8 graphs it would no longer be compiled."""
+    """plain_softmax, compiled: at its first use, since some versions of Python refuse it. One graph is for
+    all numbers of rows (but 1) and, as tokens are copied, for all chunks of a row: beyond 8 graphs it would
+    no longer be compiled."""
     return torch.compile(plain_softmax, dynamic=True)

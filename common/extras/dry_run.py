@@ -1,8 +1,9 @@
 """--dry_run: every fact about the data and the plan on the console, and the memory that training needs.
 
-The memory is that of a forward and a backward pass at the run's true size, on tensors without numbers. PyTorch's fake
-tensors have a shape and a dtype but no memory, so nothing is allocated and nothing extrapolated. The bytes of the tensors
-that live at once are counted as they come and go; what kernels take inside a call is not.
+The memory is that of a forward and a backward pass at the run's true size, on tensors without numbers.
+PyTorch's fake tensors have a shape and a dtype but no memory, so nothing is allocated and nothing
+extrapolated. The bytes of the tensors that live at once are counted as they come and go; what kernels take
+inside a call is not.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,8 +32,9 @@ from torch.utils._pytree import tree_leaves
 import yaml
 
 HALF = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # Accelerate's names
-# Of gradients and activations, on a CPU: space between live tensors that malloc cannot use again. With it, models of 0.4M
-# and 100M parameters peaked at 1.00 to 1.09 times the estimate in three steps (tests/extras/test_dry_run.py, slow).
+# Of gradients and activations, on a CPU: space between live tensors that malloc cannot use again. With it,
+# models of 0.4M and 100M parameters peaked at 1.00 to 1.09 times the estimate in three steps
+# (tests/extras/test_dry_run.py, slow).
 LOST_BY_MALLOC = 0.5
 
 
@@ -42,15 +44,21 @@ def show_facts(facts: dict[str, Any]) -> None:
     histogram = lengths.pop("histogram")
     shown = {title: value for title, value in (facts | {"lengths": lengths}).items() if value}
     plain = json.loads(json.dumps(shown))  # without numpy's numbers
-    say(yaml.safe_dump(plain, default_flow_style=None, sort_keys=False, allow_unicode=True, width=120).rstrip())
+    say(
+        yaml.safe_dump(
+            plain, default_flow_style=None, sort_keys=False, allow_unicode=True, width=120
+        ).rstrip()
+    )
     most = max(count for *_, count in histogram)
     for low, high, n in histogram:
         say(f"    {low:>7,} - {high:<7,} {'#' * round(40 * n / most):40} {n:,}")
 
 
-def show_memory(args: CommonArgs, accelerator: Accelerator, model: FlatModel, lengths: list[int], reference: bool) -> None:
-    """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch. The model cannot be
-    trained afterwards."""
+def show_memory(
+    args: CommonArgs, accelerator: Accelerator, model: FlatModel, lengths: list[int], reference: bool
+) -> None:
+    """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch. The
+    model cannot be trained afterwards."""
     pieces = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
     size = math.ceil(len(lengths) / pieces)  # sequences in each part
     try:
@@ -74,7 +82,7 @@ def show_memory(args: CommonArgs, accelerator: Accelerator, model: FlatModel, le
     say(f"memory: this run needs about {needed['total']:.2f} GiB, and there are {limit:.1f}{too_much}")
 
 
-# --- the memory ------------------------------------------------------------------------------------------------------
+# --- the memory ---------------------------------------------------------------------------------------------
 
 
 def moments_bytes(model: nn.Module, optim: str) -> float:
@@ -99,12 +107,13 @@ def estimate(
 ) -> dict[str, float]:
     """Peak memory of a process that trains the whole model, in GiB by part, and the sum as `total`.
 
-    Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. Afterwards the model cannot be
-    trained: its gradients, and what its modules note while they are called, are fake tensors.
-    lengths: of the sequences of a micro-batch, every token of which is trained; accumulation: micro-batches per step (all
-    but the first start with gradients); optim: as in --optim; reference: a second, frozen model is loaded; ddp: a second
-    copy of the gradients in DistributedDataParallel's buckets; device: where training runs (None: where the model is).
-    Raises whatever PyTorch raises if a layer needs numbers to know its shapes.
+    Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. Afterwards the
+    model cannot be trained: its gradients, and what its modules note while they are called, are fake tensors.
+    lengths: of the sequences of a micro-batch, every token of which is trained; accumulation: micro-batches
+    per step (all but the first start with gradients); optim: as in --optim; reference: a second, frozen model
+    is loaded; ddp: a second copy of the gradients in DistributedDataParallel's buckets; device: where
+    training runs (None: where the model is). Raises whatever PyTorch raises if a layer needs numbers to know
+    its shapes.
     """
     device, half = device or next(model.parameters()).device, HALF.get(mixed_precision)
     tensors = [*model.parameters(), *model.buffers()]
@@ -120,7 +129,9 @@ def estimate(
         parts["reference model"] = nbytes(tensors)
     if device.type == "cpu":
         parts["lost by malloc"] = LOST_BY_MALLOC * (parts["gradients"] + parts["activations"])
-        parts["process"] = max(0.0, memory(device).current * GIB - nbytes(t for t in tensors if t.device.type == "cpu"))
+        parts["process"] = max(
+            0.0, memory(device).current * GIB - nbytes(t for t in tensors if t.device.type == "cpu")
+        )
     parts = {name: size / GIB for name, size in parts.items()}
     return parts | {"total": sum(parts.values())}
 
@@ -130,8 +141,8 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors made under it, those that are alive (`now`) and the most there were (`most`). Views of
-    the tensors in `known`, and tensors changed in place, are nothing new."""
+    """Counts the bytes of the tensors made under it, those that are alive (`now`) and the most there were
+    (`most`). Views of the tensors in `known`, and tensors changed in place, are nothing new."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
@@ -162,7 +173,11 @@ class Live(TorchDispatchMode):
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tensor:
     """The shape of a product of experts' matrices: PyTorch's own fake kernel refuses float32."""
-    return a.new_empty(len(offs), a.shape[0], b.shape[1]) if b.dim() == 2 else a.new_empty(a.shape[0], b.shape[2])
+    return (
+        a.new_empty(len(offs), a.shape[0], b.shape[1])
+        if b.dim() == 2
+        else a.new_empty(a.shape[0], b.shape[2])
+    )
 
 
 def _row(model: FlatModel, lengths: list[int]) -> Batch:
@@ -172,7 +187,8 @@ def _row(model: FlatModel, lengths: list[int]) -> Batch:
 
 
 def _peak(model: FlatModel, batch: Batch, half: torch.dtype | None, passes: int, device: torch.device) -> int:
-    """The most bytes that so many forward and backward passes hold at once beside the weights, gradients included."""
+    """The most bytes that so many forward and backward passes hold at once beside the weights, gradients
+    included."""
     kind, fake = next(model.parameters()).device.type, FakeTensorMode(allow_non_fake_inputs=True)
     # Kept until the end: the mode would make each weight anew for each use, and count it as a new tensor.
     weights = [fake.from_tensor(t) for t in (*model.parameters(), *model.buffers())]
@@ -193,7 +209,9 @@ def _training(model: nn.Module, device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for sizes in (fused_head.BLOCK_ELEMENTS, fused_head.HEAD_CHUNK_ROWS, fused_head.ROW_MULTIPLE):
             stack.enter_context(mock.patch.dict(sizes, {here: fused_head.of_device(sizes, device)}))
-        stack.enter_context(mock.patch.dict(fused_head.HEAD_CHUNK_ELEMENTS, {here: fused_head.chunk_rows(device, 1)}))
+        stack.enter_context(
+            mock.patch.dict(fused_head.HEAD_CHUNK_ELEMENTS, {here: fused_head.chunk_rows(device, 1)})
+        )
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # the compiler would look for numbers
         model.train().zero_grad(set_to_none=True)
         yield

@@ -1,18 +1,20 @@
 """Mixtures of experts: load balancing, and its metrics.
 
-Over the T tokens of a window (all micro-batches of all processes), let f_e be the share of tokens that a layer routes to
-expert e and P_e the mean of its router's probability of e (a softmax, also for routers that choose by sigmoids), then
+Over the T tokens of a window (all micro-batches of all processes), let f_e be the share of tokens that a
+layer routes to expert e and P_e the mean of its router's probability of e (a softmax, also for routers that
+choose by sigmoids), then
 
     load-balancing loss = E · Σ_e f_e · P_e, averaged over the layers    (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6)
 
-scaled as in transformers, where `router_aux_loss_coef` multiplies it: with a perfectly balanced layer it equals the number
-of experts per token. transformers averages f and P over the layers before multiplying them, so that layers may favour
-different experts at no cost; here each layer is balanced (benchmarks/moe.py has figures).
+scaled as in transformers, where `router_aux_loss_coef` multiplies it: with a perfectly balanced layer it
+equals the number of experts per token. transformers averages f and P over the layers before multiplying them,
+so that layers may favour different experts at no cost; here each layer is balanced (benchmarks/moe.py has
+figures).
 
-Every token of every sequence counts once, trained or not; tokens of a shared prefix count once for each of its sequences, so
-that the result does not depend on how a window is split. f_e has no gradient, so each micro-batch adds `E/T · Σ f_e · p_e`,
-a sum over its tokens, once f_e is known for the whole window. The first micro-batch is counted during its own pass; each
-other one of a process costs a forward pass without gradient.
+Every token of every sequence counts once, trained or not; tokens of a shared prefix count once for each of
+its sequences, so that the result does not depend on how a window is split. f_e has no gradient, so each
+micro-batch adds `E/T · Σ f_e · p_e`, a sum over its tokens, once f_e is known for the whole window. The first
+micro-batch is counted during its own pass; each other one of a process costs a forward pass without gradient.
 """
 
 from collections.abc import Iterator
@@ -48,9 +50,12 @@ def expert_modules(lm: nn.Module) -> list[nn.Module]:
 def routing_size(lm: nn.Module) -> tuple[int, int] | None:
     """(experts per layer, experts per token) of a mixture of experts that exposes its routing; else None."""
     config, recorded = lm.config.get_text_config(), getattr(lm.base_model, "_can_record_outputs", None) or {}
-    if "router_logits" not in recorded or not expert_modules(lm):  # Doge's config counts experts even for a dense model
+    # Doge's config counts experts even for a dense model
+    if "router_logits" not in recorded or not expert_modules(lm):
         return None
-    found = (next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN))
+    found = (
+        next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN)
+    )
     experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list has one number per layer
     return (experts, chosen) if experts and chosen else None
 
@@ -60,25 +65,32 @@ def idle_parameters(lm: nn.Module) -> float:
     if (size := routing_size(lm)) is None:
         return 0.0
     experts, chosen = size
-    return (1 - chosen / experts) * sum(p.numel() for module in expert_modules(lm) for p in module.parameters())
+    return (1 - chosen / experts) * sum(
+        p.numel() for module in expert_modules(lm) for p in module.parameters()
+    )
 
 
-def mixtral_config(shape: dict[str, Any], num_experts: int, chosen: int, width: int | None) -> "PreTrainedConfig":
-    """A Llama-type configuration, whose MLPs become mixtures of experts. chosen: experts of a token; width: of an expert, by
-    default such that those of a token are together as wide as the MLP would be."""
+def mixtral_config(
+    shape: dict[str, Any], num_experts: int, chosen: int, width: int | None
+) -> "PreTrainedConfig":
+    """A Llama-type configuration, whose MLPs become mixtures of experts. chosen: experts of a token; width:
+    of an expert, by default such that those of a token are together as wide as the MLP would be."""
     from transformers import LlamaConfig, MixtralConfig
 
     if chosen > num_experts:
         raise UserError(f"--num_experts_per_tok {chosen}: there are only {num_experts} (--num_experts)")
     shape = shape | {"intermediate_size": width or math.ceil(shape["intermediate_size"] / chosen / 32) * 32}
     rope = LlamaConfig().rope_parameters  # Mixtral's defaults are for 32k tokens
-    return MixtralConfig(**shape, num_local_experts=num_experts, num_experts_per_tok=chosen, rope_parameters=rope)
+    return MixtralConfig(
+        **shape, num_local_experts=num_experts, num_experts_per_tok=chosen, rope_parameters=rope
+    )
 
 
 class Experts:
     """The routing of a model's tokens, one window at a time.
 
-    Call `begin`, then run the passes with gradient (the model calls `add` for each), then `finish`; or `give_up`.
+    Call `begin`, then run the passes with gradient (the model calls `add` for each), then `finish`; or
+    `give_up`.
     """
 
     def __init__(self, lm: nn.Module, aux_coef: float = 0.0):
@@ -86,11 +98,13 @@ class Experts:
         E, self.chosen_experts = routing_size(lm)
         self.shape = len(expert_modules(lm)), E  # (L, E)
         self.aux_coef = aux_coef
-        self.shows_probabilities: bool | None = None  # whether routers return probabilities rather than logits: Gemma 4
+        # whether routers return probabilities rather than logits: Gemma 4
+        self.shows_probabilities: bool | None = None
         self.watches = False  # whether the current pass belongs to a window
         self.counting = False  # whether the current pass only counts, without gradient
         self.agreed = True  # whether the whole window's counts are known to all processes
-        self.heard: list[Tensor] | None = None  # for each layer, the experts that each token of the current pass chose
+        # for each layer, the experts that each token of the current pass chose
+        self.heard: list[Tensor] | None = None
         for module in expert_modules(lm):
             module.register_forward_pre_hook(self._hear, with_kwargs=True)
 
@@ -109,8 +123,8 @@ class Experts:
             self.heard = None
 
     def begin(self, accelerator: Accelerator, model: nn.Module, window: Window) -> None:
-        """Start a window. Called on every process. With a load-balancing loss, runs all micro-batches but the first through
-        the model (as prepared) to count."""
+        """Start a window. Called on every process. With a load-balancing loss, runs all micro-batches but the
+        first through the model (as prepared) to count."""
         self.accelerator, self.device = accelerator, accelerator.device
         self.watches, self.calls, self.num_calls = True, 0, len(window)
         self.agreed = not self.aux_coef
@@ -142,14 +156,16 @@ class Experts:
             logits = tuple(x.float().clamp(min=1e-30).log() for x in logits)
         if len(chosen) != len(logits):
             chosen = [x.topk(self.chosen_experts, dim=-1).indices for x in logits]
-        counts = torch.stack([_count(c, weights, x.shape[-1]) for c, x in zip(chosen, logits, strict=True)])  # (L, E)
+        # (L, E)
+        counts = torch.stack([_count(c, weights, x.shape[-1]) for c, x in zip(chosen, logits, strict=True)])
         if self.counting:
             self.counted = counts + (0 if self.counted is None else self.counted)
             return weights.new_zeros(())
         self.calls += 1
         if not self.agreed:
             self._exchange(counts if self.counted is None else counts + self.counted)
-        probabilities = torch.stack([(weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits])  # (L, E)
+        # (L, E)
+        probabilities = torch.stack([(weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits])
         self.counts = counts if self.counts is None else self.counts + counts
         known = probabilities.detach().to(counts.dtype)
         self.probabilities = known if self.probabilities is None else self.probabilities + known
@@ -165,16 +181,16 @@ class Experts:
         self.load, self.tokens, self.agreed = both[:-1].view(load.shape), both[-1], True
 
     def give_up(self) -> None:
-        """Abandon the window before it is restarted for lack of memory. Sends this process's counts if the others may still
-        wait for them."""
+        """Abandon the window before it is restarted for lack of memory. Sends this process's counts if the
+        others may still wait for them."""
         self.watches = False
         if not self.agreed:
             self._exchange(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
 
     @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
-        """End the window; returns its metrics, the same on each process. Raises ValueError if the loss needs it and the
-        script did not call the model with gradient exactly once per micro-batch."""
+        """End the window; returns its metrics, the same on each process. Raises ValueError if the loss needs
+        it and the script did not call the model with gradient exactly once per micro-batch."""
         self.watches = False
         if self.aux_coef and self.calls != self.num_calls:
             raise ValueError(
@@ -184,7 +200,9 @@ class Experts:
             return {}
         L, E = self.counts.shape
         tokens = self.counts.new_full((1,), self.own_tokens)
-        sums = self.accelerator.reduce(torch.cat([self.counts.flatten(), self.probabilities.flatten(), tokens]), "sum")
+        sums = self.accelerator.reduce(
+            torch.cat([self.counts.flatten(), self.probabilities.flatten(), tokens]), "sum"
+        )
         (self.counts, probabilities), T = sums[:-1].view(2, L, E), sums[-1].clamp(min=1)
         mean = self.counts.mean(-1, keepdim=True).clamp(min=1e-9)
         return {
@@ -195,28 +213,33 @@ class Experts:
 
 
 def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
-    """Expert balancing for a transformers model, by the flag, or else by its config; None for a model without experts.
+    """Expert balancing for a transformers model, by the flag, or else by its config; None for a model without
+    experts.
 
     Raises UserError for the flag if the model has no experts.
     """
     config, size, aux_coef = lm.config.get_text_config(), routing_size(lm), args.router_aux_loss_coef
     if size is None:
         if aux_coef:
-            raise UserError(f"--router_aux_loss_coef: {type(lm).__name__} is no mixture of experts, or hides its routing")
+            raise UserError(
+                f"--router_aux_loss_coef: {type(lm).__name__} is no mixture of experts, or hides its routing"
+            )
         return None
     if aux_coef is None:
         known = getattr(config, "router_aux_loss_coef", None) or 0.0
         aux_coef = known if getattr(config, "output_router_logits", False) else 0.0
     layers = len(expert_modules(lm))
     follow_autocast()
-    say(f"experts: {size[0]} in each of {layers} layers, {size[1]} for each token; {aux_coef:g} · load-balancing loss")
+    say(
+        f"experts: {size[0]} in each of {layers} layers, {size[1]} for each token; {aux_coef:g} · load-balancing loss"
+    )
     return Experts(lm, aux_coef)
 
 
 @functools.cache
 def follow_autocast() -> None:
-    """Let transformers' products of all experts at once follow autocast, which PyTorch's do not: in float32 a GPU has no
-    kernel for them, but one product after another, and waits for the host before each layer."""
+    """Let transformers' products of all experts at once follow autocast, which PyTorch's do not: in float32 a
+    GPU has no kernel for them, but one product after another, and waits for the host before each layer."""
     from transformers.integrations import moe
 
     stock = moe._grouped_mm
@@ -228,7 +251,8 @@ def follow_autocast() -> None:
 
 
 def _token_weights(batch: Batch) -> Tensor:
-    """The number of sequence tokens that each token of the flat row represents, (T,) float32; 0 in a filler."""
+    """The number of sequence tokens that each token of the flat row represents, (T,) float32; 0 in a
+    filler."""
     T, shown = batch["input_ids"].shape[1], batch["sequence_mask"][0]
     if batch["token_map"] is None:
         return shown.expand(T)
@@ -239,4 +263,6 @@ def _token_weights(batch: Batch) -> Tensor:
 def _count(chosen: Tensor, weights: Tensor, E: int) -> Tensor:
     """The number of tokens that chose each expert, (E,); chosen (T, k)."""
     weights = weights.to(finest_dtype(weights.device))
-    return weights.new_zeros(E).index_add_(0, chosen.flatten().long(), weights.repeat_interleave(chosen.shape[-1]))
+    return weights.new_zeros(E).index_add_(
+        0, chosen.flatten().long(), weights.repeat_interleave(chosen.shape[-1])
+    )

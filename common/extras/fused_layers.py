@@ -1,16 +1,18 @@
-"""Fused norms and gated MLPs: the same results in fewer passes over memory, with less kept for the backward pass.
+"""Fused norms and gated MLPs: the same results in fewer passes over memory, with less kept for the backward
+pass.
 
-For a Llama-type block (hidden size D, MLP size I) autograd keeps about 10 D + 4 I numbers per token; these functions keep
-8 D + 2 I. They replace the forward of modules whose code is transformers' of one of two forms:
+For a Llama-type block (hidden size D, MLP size I) autograd keeps about 10 D + 4 I numbers per token; these
+functions keep 8 D + 2 I. They replace the forward of modules whose code is transformers' of one of two forms:
 
     RMSNorm(x) = w · x / sqrt(mean(x²) + ε)                (Zhang & Sennrich 2019, arXiv 1910.07467)
     MLP(x) = W_down (silu(W_gate x) · W_up x)              (SwiGLU: Shazeer 2020, arXiv 2002.05202)
 
-GELU's approximation by tanh, which transformers writes out for GPT-2 and its kin, is one kernel of PyTorch: 0.8 of the time
-of a step with rows of 64 tokens (4 layers of 128, one CPU thread).
+GELU's approximation by tanh, which transformers writes out for GPT-2 and its kin, is one kernel of PyTorch:
+0.8 of the time of a step with rows of 64 tokens (4 layers of 128, one CPU thread).
 
-Under autocast the norm of a float32 hidden state is returned in autocast's dtype. Otherwise each linear layer that follows
-would make and keep its own copy; here attention's three projections share one, and the MLP's two another.
+Under autocast the norm of a float32 hidden state is returned in autocast's dtype. Otherwise each linear layer
+that follows would make and keep its own copy; here attention's three projections share one, and the MLP's two
+another.
 
 Shapes: N tokens (or tokens and heads).
 """
@@ -31,7 +33,8 @@ WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
 
 
 def use_fused_layers(lm: nn.Module) -> None:
-    """Replace the forward of all norms and MLPs of a language model that have one of the two forms, and of GELUs."""
+    """Replace the forward of all norms and MLPs of a language model that have one of the two forms, and of
+    GELUs."""
     for module in lm.modules():
         if type(module).__name__ in WRITTEN_OUT:
             module.forward = partial(F.gelu, approximate="tanh")
@@ -48,24 +51,31 @@ def _has_code_of(known: type[nn.Module], module: nn.Module) -> bool:
     return first == second
 
 
-# --- RMSNorm --------------------------------------------------------------------------------------------------------
+# --- RMSNorm ------------------------------------------------------------------------------------------------
 
 
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return type(self).forward(self, x)
     kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if x.dtype == torch.float32 and torch.is_autocast_enabled(kind) else None
+    dtype = (
+        torch.get_autocast_dtype(kind)
+        if x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+        else None
+    )
     if x.is_cuda:  # there PyTorch's own is one kernel
         wide = torch.promote_types(x.dtype, self.weight.dtype)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.variance_epsilon).to(dtype or wide)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.variance_epsilon).to(
+            dtype or wide
+        )
     if torch.is_grad_enabled():
         return _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
     return _norm(x, self.weight, self.variance_epsilon, dtype)[0]
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """x (..., D), weight (D,) -> RMSNorm(x), rounded to dtype, and 1 / sqrt(mean(x²) + ε) (..., 1) in float32 or better."""
+    """x (..., D), weight (D,) -> RMSNorm(x), rounded to dtype, and 1 / sqrt(mean(x²) + ε) (..., 1) in float32
+    or better."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = exact.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
     normalized = (exact * scale).to(x.dtype)
@@ -93,12 +103,16 @@ class _Norm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # d_x = scale · (w g - normalized · mean(w g · normalized))
             mean = torch.mv(product.reshape(-1, D), weight.to(exact)).div_(D).view_as(scale)
-            d_x = torch.mul(gradient, weight, out=product) if gradient.dtype == weight.dtype == exact else gradient * weight
+            d_x = (
+                torch.mul(gradient, weight, out=product)
+                if gradient.dtype == weight.dtype == exact
+                else gradient * weight
+            )
             d_x = d_x.to(exact).sub_(normalized.mul_(mean)).mul_(scale).to(x.dtype)
         return d_x, d_weight, None, None
 
 
-# --- SwiGLU ---------------------------------------------------------------------------------------------------------
+# --- SwiGLU -------------------------------------------------------------------------------------------------
 
 
 def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ follows from those of the data and of the model that it was made of.
 """
 
 
-# --- the card -------------------------------------------------------------------------------------------------------
+# --- the card -----------------------------------------------------------------------------------------------
 
 
 def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
@@ -46,7 +46,11 @@ def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
     """
     from huggingface_hub import ModelCardData
 
-    folder, name, stage = Path(args.output_dir), args.model_name_or_path, Path(script).stem.removeprefix("train_")
+    folder, name, stage = (
+        Path(args.output_dir),
+        args.model_name_or_path,
+        Path(script).stem.removeprefix("train_"),
+    )
     if (folder / CARD).exists() and MARK not in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
         say(f"{folder / CARD} is your own: it stays as it is, and no model card is written")
         return
@@ -65,7 +69,8 @@ def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
 
 
 def is_on_hub(name: str, kind: str) -> bool:
-    """Whether a name was loaded from the Hub: it is in the Hub's cache, and nothing on this disk is called so."""
+    """Whether a name was loaded from the Hub: it is in the Hub's cache, and nothing on this disk is called
+    so."""
     from huggingface_hub import constants
 
     cached = os.path.join(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}")
@@ -84,7 +89,7 @@ def results_of(folder: Path, best_step: int | None) -> str:
     return "\n".join(head + rows) if rows else "Nothing was evaluated."
 
 
-# --- the Hub --------------------------------------------------------------------------------------------------------
+# --- the Hub ------------------------------------------------------------------------------------------------
 
 
 def check_repo(name: str | None) -> None:
@@ -100,13 +105,18 @@ def check_repo(name: str | None) -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Push the model and the card of a folder; returns its address. Weights there in another format are deleted, as
-    from_pretrained might prefer them. Raises UserError with the reason and the command that repeats it."""
+    """Push the model and the card of a folder; returns its address. Weights there in another format are
+    deleted, as from_pretrained might prefer them. Raises UserError with the reason and the command that
+    repeats it."""
     from huggingface_hub import HfApi, get_session
 
     if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
-    what = {"folder_path": folder, "allow_patterns": sent(folder), "ignore_patterns": ["checkpoint-*", ADAPTER]}
+    what = {
+        "folder_path": folder,
+        "allow_patterns": sent(folder),
+        "ignore_patterns": ["checkpoint-*", ADAPTER],
+    }
     try:
         get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
         api, message = HfApi(), folder.resolve().name
@@ -114,13 +124,15 @@ def push(folder: Path, repo: str) -> str:
         api.upload_folder(repo_id=repo, **what, delete_patterns=[*WEIGHTS], commit_message=message)
         if adapter := read_json(folder / ADAPTER):
             base = Path(str(adapter.get("base_model_name_or_path")))
-            if base.exists() or len(base.parts) != 2:  # a folder of this machine: its path is nobody's business
+            # a folder of this machine: its path is nobody's business
+            if base.exists() or len(base.parts) != 2:
                 adapter["base_model_name_or_path"] = base.name
             text = json.dumps(adapter, indent=2).encode()
             api.upload_file(path_or_fileobj=text, path_in_repo=ADAPTER, repo_id=repo, commit_message=message)
     except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
         cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
-        reason = quoted(re.sub(r"\?\S+", "?...", str(cause)), 250, str)  # a signed address has its secret there
+        # a signed address has its secret there
+        reason = quoted(re.sub(r"\?\S+", "?...", str(cause)), 250, str)
         again = f"python -m tools.push {folder} --hub_model_id {repo}"
         raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
     return f"https://huggingface.co/{repo}"
@@ -128,7 +140,9 @@ def push(folder: Path, repo: str) -> str:
 
 def sent(folder: Path) -> list[str]:
     """The files of a folder that are sent, as patterns: the model with its code, a classifier, the card."""
-    code = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(read_json(folder / "config.json").get("auto_map", {})))
+    code = re.findall(
+        r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(read_json(folder / "config.json").get("auto_map", {}))
+    )
     return [*WEIGHTS, *MODEL, CARD, f"{CLASSIFIER}/*", *(f"{name}.py" for name in code)]
 
 

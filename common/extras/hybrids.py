@@ -1,15 +1,17 @@
-"""Models whose layers look at the whole input: recurrent mixers, and rotary positions that depend on its length.
+"""Models whose layers look at the whole input: recurrent mixers, and rotary positions that depend on its
+length.
 
-A mixer (linear attention, short convolution, state-space model) carries a state along its input, and so from one sequence of
-a flat row into the next. While a model is called on a flat row (`calling`), each mixer receives the row as right-padded
-batches of its sequences, and the outputs are gathered back: padding after a sequence changes nothing in it. Attention, norms
-and MLPs of the same model work on the flat row. A prefix that sequences share is written out for each of them, and the row
-gets back the first one's output, which is the same in all.
+A mixer (linear attention, short convolution, state-space model) carries a state along its input, and so from
+one sequence of a flat row into the next. While a model is called on a flat row (`calling`), each mixer
+receives the row as right-padded batches of its sequences, and the outputs are gathered back: padding after a
+sequence changes nothing in it. Attention, norms and MLPs of the same model work on the flat row. A prefix
+that sequences share is written out for each of them, and the row gets back the first one's output, which is
+the same in all.
 
-Two kinds of RoPE depend on the largest position of a call. "longrope" (Ding et al. 2024, arXiv 2402.13753) has two sets of
-frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has another set for each length beyond
-it. So the longest sequence of a row, or a batch, would change its neighbours, and with "dynamic" also later calls. Here each
-sequence gets the frequencies of its own length.
+Two kinds of RoPE depend on the largest position of a call. "longrope" (Ding et al. 2024, arXiv 2402.13753)
+has two sets of frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has
+another set for each length beyond it. So the longest sequence of a row, or a batch, would change its
+neighbours, and with "dynamic" also later calls. Here each sequence gets the frequencies of its own length.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +36,8 @@ class Call(NamedTuple):
     row: FlatRow | None  # None: they are the rows of a padded batch
 
 
-_call: Call | None = None  # the current one; not an argument, because some models pass none on to their layers
+# the current one; not an argument, because some models pass none on to their layers
+_call: Call | None = None
 
 
 class Hybrid:
@@ -66,16 +69,21 @@ def calling(call: Call | None) -> Iterator[None]:
 
 
 def written_out(batch: Batch) -> tuple[Batch, Tensor]:
-    """The flat row without sharing, of length F = sum of its lengths, and the first place of each of the T tokens in it."""
+    """The flat row without sharing, of length F = sum of its lengths, and the first place of each of the T
+    tokens in it."""
     ids, token_map = batch["input_ids"], batch["token_map"]
     positions = torch.cat([torch.arange(n) for n in batch["lengths"]]).to(ids.device)
-    whole = {"input_ids": ids[:, to_device(token_map, ids.device)], "position_ids": positions[None], "token_map": None}
+    whole = {
+        "input_ids": ids[:, to_device(token_map, ids.device)],
+        "position_ids": positions[None],
+        "token_map": None,
+    }
     return batch | whole, to_device(first_occurrences(token_map), ids.device)
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """For `context_fn` of torch.utils.checkpoint: a block recomputed in the backward pass uses its own row, not the one
-    called last."""
+    """For `context_fn` of torch.utils.checkpoint: a block recomputed in the backward pass uses its own row,
+    not the one called last."""
     return contextlib.nullcontext(), calling(_call)
 
 
@@ -85,12 +93,16 @@ def exclude_from_compilation() -> None:
     _batch_by_batch = torch.compiler.disable(_batch_by_batch)
 
 
-# --- recurrent mixers -----------------------------------------------------------------------------------------------
+# --- recurrent mixers ---------------------------------------------------------------------------------------
 
 
 def recurrent_mixers(lm: nn.Module) -> list[nn.Module]:
     """The modules that carry a state along a sequence, recognised by code that stores it in a cache."""
-    mixers = {cls for cls in {type(module) for module in lm.modules()} if names_in_code(cls) & (KEEPS_STATE | OWN_CACHE)}
+    mixers = {
+        cls
+        for cls in {type(module) for module in lm.modules()}
+        if names_in_code(cls) & (KEEPS_STATE | OWN_CACHE)
+    }
     return [module for module in lm.modules() if type(module) in mixers]
 
 
@@ -104,11 +116,13 @@ def _batch_by_batch(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     if _call is None or _call.row is None:
         return mixer.own_forward(*args, **kwargs)
     row, sharded = _call.row, any(hasattr(p, "ds_id") for p in mixer.parameters())
-    batches, inverse = _places(row, together=sharded)  # ZeRO-3 needs the same number of calls on all processes
+    # ZeRO-3 needs the same number of calls on all processes
+    batches, inverse = _places(row, together=sharded)
     T = len(inverse)
 
     def split(x: Any) -> list[Any]:
-        """(1, T, ...) -> (b, L, ...) for each batch; arguments without a token dimension go to all batches unchanged."""
+        """(1, T, ...) -> (b, L, ...) for each batch; arguments without a token dimension go to all batches
+        unchanged."""
         if isinstance(x, tuple) and x:
             return list(zip(*map(split, x), strict=True))
         if not isinstance(x, Tensor) or x.shape[:2] != (1, T):
@@ -133,8 +147,8 @@ def _batch_by_batch(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
-    """All sequences in full as right-padded batches: (b, L) int64, the tokens of the row in each batch, and (T,) int64, each
-    token's first place in the concatenated batches. Padding repeats a sequence's last token.
+    """All sequences in full as right-padded batches: (b, L) int64, the tokens of the row in each batch, and
+    (T,) int64, each token's first place in the concatenated batches. Padding repeats a sequence's last token.
 
     together: use a single batch. Built once per row, on the CPU, and used by every layer.
     """
@@ -154,11 +168,12 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
     return row.places[together]
 
 
-# --- rotary positions -----------------------------------------------------------------------------------------------
+# --- rotary positions ---------------------------------------------------------------------------------------
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
-    """The kinds of RoPE of a rotary embedding, by attribute prefix: one for all layers, or one per layer type."""
+    """The kinds of RoPE of a rotary embedding, by attribute prefix: one for all layers, or one per layer
+    type."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {"": kinds}
@@ -188,8 +203,11 @@ def _restart(module: nn.Module) -> None:
             setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
-def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """(cos, sin), both (rows, n, Dh) for position_ids (rows, n): a flat row, or the rows of a padded batch."""
+def _rotary_forward(
+    self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin), both (rows, n, Dh) for position_ids (rows, n): a flat row, or the rows of a padded
+    batch."""
     _restart(self)
     limit = _original_length(self)
     if _call is None or max(_call.lengths) <= limit:
@@ -199,7 +217,8 @@ def _rotary_forward(self: nn.Module, x: Tensor, position_ids: Tensor, *args: Any
         own = lengths.repeat_interleave(lengths)[None]
     else:
         own = lengths[:, None].expand(-1, position_ids.shape[1])
-        position_ids = position_ids.expand_as(own).minimum(own - 1)  # padding must not count as a longer sequence
+        # padding must not count as a longer sequence
+        position_ids = position_ids.expand_as(own).minimum(own - 1)
     longrope = "longrope" in _kinds(self).values()
     group = (own > limit).long() if longrope else own.clamp(min=limit)
     found: list[Tensor] = []

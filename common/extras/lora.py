@@ -1,8 +1,9 @@
 """LoRA: a frozen model with small trained adapters (Hu et al. 2021, arXiv 2106.09685), using peft.
 
-A run with --use_peft starts from a model, which gets a new adapter, or from an adapter, which is trained further: its base
-stays the one it names, so that the result can be loaded again. A frozen copy of the starting adapter is kept under the name
-START: the reference of DPO and GRPO. Tokens that the tokenizer has but the base does not know are trained, too.
+A run with --use_peft starts from a model, which gets a new adapter, or from an adapter, which is trained
+further: its base stays the one it names, so that the result can be loaded again. A frozen copy of the
+starting adapter is kept under the name START: the reference of DPO and GRPO. Tokens that the tokenizer has
+but the base does not know are trained, too.
 """
 
 from collections import Counter
@@ -29,9 +30,10 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from transformers import PreTrainedConfig, PreTrainedModel
 
-TRAINED, START = "default", "start"  # adapter names within a model: the trained one, and its frozen starting point
-# Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read these weights
-# directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
+# adapter names within a model: the trained one, and its frozen starting point
+TRAINED, START = "default", "start"
+# Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read
+# these weights directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
 MIXER = ("out_proj", "conv1d")
 UNFIT = dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), MIXER)
 UNFIT |= dict.fromkeys(("mamba", "falcon_mamba"), (*MIXER, "x_proj", "dt_proj"))
@@ -50,8 +52,11 @@ def adapter_config(adapter: str | Path, revision: str | None = None) -> "LoraCon
     return config
 
 
-def load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device) -> FlatModel:
-    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter trained further."""
+def load_adapted(
+    args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device
+) -> FlatModel:
+    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter
+    trained further."""
     name, start, revision = args.model_name_or_path, None, args.model_revision
     base = name
     if is_adapter(name, revision):
@@ -64,13 +69,15 @@ def load_adapted(args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path 
 
 
 def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
-    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat template's markers."""
+    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat
+    template's markers."""
     from transformers import AutoTokenizer
 
     try:
         options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
         known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
-    except Exception:  # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
+    # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
+    except Exception:
         if is_adapter(name, args.model_revision):
             return []
         rows = file_config(args, name, args.model_revision).get_text_config().vocab_size
@@ -84,8 +91,8 @@ def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
 def load_merged(
     adapter: str, revision: str | None = None, base: str | None = None, **options: Any
 ) -> "tuple[PreTrainedModel, PreTrainedConfig]":
-    """The model of an adapter merged into its base, and the config in the base's files. base: replaces the one that the
-    adapter names. options: of from_pretrained."""
+    """The model of an adapter merged into its base, and the config in the base's files. base: replaces the
+    one that the adapter names. options: of from_pretrained."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     peft, config = import_peft(f"the adapter {adapter}"), adapter_config(adapter, revision)
@@ -95,7 +102,9 @@ def load_merged(
         files = AutoConfig.from_pretrained(name, revision=at, **trust)
     if getattr(files, "quantization_config", None) is not None:
         other = f"python -m tools.merge_lora {adapter} OUT --base THE_MODEL"
-        raise UserError(f"the base {name} is quantised: merge into the model that it was made of, in its own dtype: {other}")
+        raise UserError(
+            f"the base {name} is quantised: merge into the model that it was made of, in its own dtype: {other}"
+        )
     with hub_errors("model", name):
         lm = AutoModelForCausalLM.from_pretrained(name, revision=at, **options)
     with contextlib.suppress(OSError, ValueError):  # there may be no tokenizer beside the adapter
@@ -116,11 +125,12 @@ def add_lora(
     start: str | Path | None = None,
     new_tokens: Sequence[int] = (),
 ) -> FlatModel:
-    """Freeze the model and add LoRA adapters: those of a checkpoint, those of the adapter `start`, or new ones.
+    """Freeze the model and add LoRA adapters: those of a checkpoint, those of the adapter `start`, or new
+    ones.
 
-    start: the adapter that the run started from, with the model as its base; a frozen copy is kept as START. new_tokens: ids
-    unknown to the base, whose rows in the embedding and the head are trained. Raises UserError without peft, for layers that
-    do not exist, and for new tokens beside `start`.
+    start: the adapter that the run started from, with the model as its base; a frozen copy is kept as START.
+    new_tokens: ids unknown to the base, whose rows in the embedding and the head are trained. Raises
+    UserError without peft, for layers that do not exist, and for new tokens beside `start`.
     """
     peft = import_peft("--use_peft")
     base = model.lm.config._name_or_path
@@ -130,17 +140,25 @@ def add_lora(
         )
     try:
         if checkpoint is None and start is None:
-            lm = peft.get_peft_model(model.lm, _new_config(args, model.lm, new_tokens), revision=args.model_revision)
+            lm = peft.get_peft_model(
+                model.lm, _new_config(args, model.lm, new_tokens), revision=args.model_revision
+            )
         else:
             lm = peft.PeftModel.from_pretrained(model.lm, checkpoint or start, is_trainable=True)
     except ValueError as error:
         reason = " ".join(str(error).split())
-        flags = "--lora_target_modules, --lora_dropout or --use_dora" if start is None else f"the adapter {start}"
+        flags = (
+            "--lora_target_modules, --lora_dropout or --use_dora" if start is None else f"the adapter {start}"
+        )
         raise UserError(f"{flags}: {reason}") from None
     if args.merge_lora:
         check_mergeable(lm)
-        if getattr(model.lm.config, "quantization_config", None) and not (args.load_in_4bit or args.load_in_8bit):
-            raise UserError(f"--merge_lora: {base} is quantised: merge later, by tools.merge_lora with --base THE_MODEL")
+        if getattr(model.lm.config, "quantization_config", None) and not (
+            args.load_in_4bit or args.load_in_8bit
+        ):
+            raise UserError(
+                f"--merge_lora: {base} is quantised: merge later, by tools.merge_lora with --base THE_MODEL"
+            )
     if start is not None:
         lm.load_adapter(str(start), START)
         lm.set_adapter(TRAINED)  # before peft 0.21, loading another adapter freezes this one
@@ -160,28 +178,35 @@ def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> No
 
 
 def check_mergeable(lm: nn.Module) -> None:
-    """Raise UserError if an adapter's weight is another layer's, too, which merging would change as well: Zamba2's shared
-    blocks, an embedding with a tied head."""
+    """Raise UserError if an adapter's weight is another layer's, too, which merging would change as well:
+    Zamba2's shared blocks, an embedding with a tied head."""
     layers = Counter(id(weight) for module in lm.modules() for weight in module._parameters.values())
     for name, module in lm.named_modules():
         if hasattr(module, "lora_A") and hasattr(module, "base_layer"):  # parameter_name: of stacked experts
             weight = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
             if layers[id(weight)] > 1:
                 others = "others can: --lora_target_modules"
-                raise UserError(f"{name} shares its weight with another layer: its adapter cannot be merged ({others})")
+                raise UserError(
+                    f"{name} shares its weight with another layer: its adapter cannot be merged ({others})"
+                )
 
 
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
-    """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of experts."""
+    """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of
+    experts."""
     peft, wanted = import_peft("--use_peft"), args.lora_target_modules
     everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
     unfit = UNFIT.get(lm.config.model_type, ())
     if not everything and (named := [name for name in wanted if name in unfit]):
-        raise UserError(f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}")
+        raise UserError(
+            f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}"
+        )
     left_out = [rf".*\.{name}" for name in unfit]
     decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
     head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")
-    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    linear = [
+        name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
     if not all(name.startswith(prefix) for name in linear):  # a vision or audio tower
         left_out.append(rf"(?!{re.escape(prefix)}\.).*")
     if everything and any("experts" in name.split(".") for name in names.values()):
@@ -197,16 +222,20 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,
         task_type="CAUSAL_LM",
     )
-    if everything:  # where peft adapts experts that are one parameter, keep it from adapting the router's as well
+    # where peft adapts experts that are one parameter, keep it from adapting the router's as well
+    if everything:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
 
         convert(config, lm, None)
-        config.target_parameters = {name for name in config.target_parameters or () if not re.fullmatch(GATE, name)}
+        config.target_parameters = {
+            name for name in config.target_parameters or () if not re.fullmatch(GATE, name)
+        }
     return config
 
 
 def import_peft(needed_for: str) -> ModuleType:
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; it warns about a kernel that is not needed
+    # imported by peft; it warns about a kernel that is not needed
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # transformers' warning to peft, and one of peft about patterns that others of its patterns serve.
     warnings.filterwarnings("ignore", ".*(is_gradient_checkpointing|_pattern keys did not match)")
     try:
@@ -216,20 +245,23 @@ def import_peft(needed_for: str) -> ModuleType:
     return peft
 
 
-# --- the adapter at the start ---------------------------------------------------------------------------------------
+# --- the adapter at the start -------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def at_start(lm: nn.Module) -> Iterator[None]:
     """Context in which the model is as it was at the start: with the adapter it started from, or with none.
 
-    The trained adapter keeps requires_grad: peft's set_adapter would change it, which DDP and FSDP do not expect.
+    The trained adapter keeps requires_grad: peft's set_adapter would change it, which DDP and FSDP do not
+    expect.
     """
     if START not in lm.peft_config:
         with lm.disable_adapter():
             yield
         return
-    active = [(module, module._active_adapter) for module in lm.modules() if hasattr(module, "_active_adapter")]
+    active = [
+        (module, module._active_adapter) for module in lm.modules() if hasattr(module, "_active_adapter")
+    ]
     try:
         for module, _ in active:
             module._active_adapter = [START]
@@ -239,7 +271,7 @@ def at_start(lm: nn.Module) -> Iterator[None]:
             module._active_adapter = names
 
 
-# --- rows of the embedding ------------------------------------------------------------------------------------------
+# --- rows of the embedding ----------------------------------------------------------------------------------
 
 
 def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[int]]:
@@ -261,12 +293,17 @@ def _use_token_rows(lm: nn.Module) -> None:
             module.forward_adapters = MethodType(_forward_with_rows, module)
 
 
-def _forward_with_rows(self: nn.Module, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any) -> Tensor:
+def _forward_with_rows(
+    self: nn.Module, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any
+) -> Tensor:
     out = self.base_layer(x, *args, **kwargs)
     if self.disable_adapters or not active_adapters or self.merged:
         return out
     (adapter,) = active_adapters
-    rows, ids = self.trainable_tokens_delta[adapter], torch.tensor(self.token_indices[adapter], device=x.device)
+    rows, ids = (
+        self.trainable_tokens_delta[adapter],
+        torch.tensor(self.token_indices[adapter], device=x.device),
+    )
     if isinstance(self.base_layer, nn.Embedding):
         order = ids.argsort()
         row = order[torch.searchsorted(ids[order], x).clamp(max=len(ids) - 1)]

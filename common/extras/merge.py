@@ -1,4 +1,5 @@
-"""Merging an adapter into its base: a finished one in the base's own dtype, and one in training for rollout servers."""
+"""Merging an adapter into its base: a finished one in the base's own dtype, and one in training for rollout
+servers."""
 
 from collections.abc import Callable
 import contextlib
@@ -19,11 +20,14 @@ import torch
 from torch import Tensor, nn
 
 
-def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False) -> None:
+def write_merged(
+    adapter: str | Path, folder: Path, base: str | None = None, *, trust_remote_code: bool = False
+) -> None:
     """Write the merged model of an adapter to a folder, with the adapter's tokenizer and extra modules.
 
-    Sums are computed in float32, and rounded to the dtype of the base's files. base: replaces the one that the adapter
-    names. Raises UserError if it is not a LoRA adapter, or if the base is missing or itself quantised.
+    Sums are computed in float32, and rounded to the dtype of the base's files. base: replaces the one that
+    the adapter names. Raises UserError if it is not a LoRA adapter, or if the base is missing or itself
+    quantised.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -31,7 +35,9 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
     with hub_errors("adapter", adapter):
         lm, config = load_merged(adapter, base=base, dtype=torch.float32, trust_remote_code=trust_remote_code)
         with contextlib.suppress(OSError, ValueError):  # there may be none beside the adapter
-            AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code).save_pretrained(
+                folder
+            )
         if Path(adapter, "generation_config.json").exists():
             lm.generation_config = GenerationConfig.from_pretrained(adapter)
     make_savable(lm)
@@ -42,7 +48,9 @@ def write_merged(adapter: str | Path, folder: Path, base: str | None = None, *, 
         shutil.copyfile(Path(adapter, EXTRA), Path(folder, EXTRA))
 
 
-def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False) -> None:
+def merge_adapter(
+    adapter: str, out: str, base: str | None = None, *, trust_remote_code: bool = False
+) -> None:
     """Write the merged model to the folder `out`, all of it or nothing."""
     if Path(out).exists():
         raise UserError(f"{out} is there already: name a folder that is not")
@@ -58,11 +66,14 @@ def merge_adapter(adapter: str, out: str, base: str | None = None, *, trust_remo
     say(f"{adapter}, merged into its base: {out}")
 
 
-# --- the model in training ------------------------------------------------------------------------------------------
+# --- the model in training ----------------------------------------------------------------------------------
 
 
-def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None) -> Callable[[Path], None]:
-    """A function that writes the current language model alone, with the trained adapter merged into it, in a dtype.
+def policy_writer(
+    accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None
+) -> Callable[[Path], None]:
+    """A function that writes the current language model alone, with the trained adapter merged into it, in a
+    dtype.
 
     Called on every process; the function is called on the main process. The model stays bitwise unchanged.
     """
@@ -83,8 +94,8 @@ def policy_writer(accelerator: Accelerator, model: nn.Module, dtype: torch.dtype
 
 
 def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter changes are
-    copies."""
+    """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter
+    changes are copies."""
     inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])
     plain = copy.deepcopy(inner.config)
     plain._attn_implementation = "eager"  # only its weights are used
@@ -95,7 +106,8 @@ def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
         warnings.simplefilter("ignore")  # the model has no name here
         twin = import_peft("--use_peft").get_peft_model(type(inner)(plain), config, adapter_name=TRAINED)
     twin.load_state_dict({name: w.detach().cpu() for name, w in weights.items()}, strict=False, assign=True)
-    with warnings.catch_warnings():  # a warning about a head untied from the embedding: it is tied again below
+    # a warning about a head untied from the embedding: it is tied again below
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         merged = twin.merge_and_unload(safe_merge=True, adapter_names=[TRAINED])
     merged.config.tie_word_embeddings = plain.tie_word_embeddings = inner.config.tie_word_embeddings

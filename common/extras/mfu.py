@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the device name.
+# Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the
+# device name.
 PEAK_FLOPS = {
     ("B200",): 2250e12,
     ("H200",): 989e12,
@@ -31,24 +32,28 @@ PEAK_FLOPS = {
 }
 
 
-def mfu_of_run(model: FlatModel, windows: Windows | RolloutSchedule, accelerator: Accelerator) -> float | None:
+def mfu_of_run(
+    model: FlatModel, windows: Windows | RolloutSchedule, accelerator: Accelerator
+) -> float | None:
     """`mfu_per_token` for the lengths of the sequences that a run trains on."""
     return mfu_per_token(model, typical_length(windows), accelerator)
 
 
 def mfu_per_token(model: FlatModel, T: float, accelerator: Accelerator) -> float | None:
-    """What each token per second, over all processes, adds to `mfu`; None for an unknown GPU. T: as for flops_per_token."""
+    """What each token per second, over all processes, adds to `mfu`; None for an unknown GPU. T: as for
+    flops_per_token."""
     peak = peak_flops(accelerator.device)
     return flops_per_token(model, T) / (peak * accelerator.num_processes) if peak else None
 
 
 def typical_length(windows: Windows | RolloutSchedule) -> float:
-    """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention per token. At
-    most, before completions are sampled."""
+    """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention
+    per token. At most, before completions are sampled."""
     if isinstance(windows, RolloutSchedule):
         return windows.longest
     data = windows.train.data
-    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)  # approximate if an example has two sequences
+    # approximate if an example has two sequences
+    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)
     return float((sizes**2).sum() / sizes.sum())
 
 
@@ -63,9 +68,9 @@ def peak_flops(device: torch.device) -> float | None:
 def flops_per_token(model: FlatModel, T: float) -> float:
     """Floating-point operations to train on one token: `6 · N + 6 · L · H · Dh · T`.
 
-    N: parameters in matrix products (all but the input embedding, including the LM head; of experts, those that a token
-    uses); L layers, H heads of size Dh, T the length of a sequence. With causal attention a token attends to T/2 others on
-    average.
+    N: parameters in matrix products (all but the input embedding, including the LM head; of experts, those
+    that a token uses); L layers, H heads of size Dh, T the length of a sequence. With causal attention a
+    token attends to T/2 others on average.
     """
     config = model.config.get_text_config()
     embedding = weight_of(base_lm(model.lm).get_input_embeddings())
@@ -74,7 +79,8 @@ def flops_per_token(model: FlatModel, T: float) -> float:
     if routes_tokens(model.lm):
         N -= extra("experts").idle_parameters(base_lm(model.lm))
     heads, head_dim, hidden, layers = (
-        size_of_all_layers(config, name) for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
+        size_of_all_layers(config, name)
+        for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
     )
     width = heads * (head_dim or hidden // max(heads, 1))  # a state-space model has no heads
     return 6.0 * N + 6.0 * layers * width * T

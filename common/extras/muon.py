@@ -1,5 +1,5 @@
-"""Muon for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that AdamW's learning rate
-fits) and AdamW for the rest."""
+"""Muon for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that AdamW's
+learning rate fits) and AdamW for the rest."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         start = 0
-        for part, count in zip(self.parts, self.counts, strict=True):  # either may have been loaded, or moved, since
+        # either may have been loaded, or moved, since
+        for part, count in zip(self.parts, self.counts, strict=True):
             part.param_groups, part.state = self.param_groups[start : start + count], self.state
             part.step()
             start += count

@@ -1,10 +1,12 @@
-"""What to write instead of other tools' flags: the table of other_names.yaml, for the line about an unknown flag."""
+"""What to write instead of other tools' flags: the table of other_names.yaml, for the line about an unknown
+flag."""
 
 from pathlib import Path
 
 import yaml
 
-HERE: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))  # {here: names there}
+# {here: names there}
+HERE: dict[str, str] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def said_here(name: str) -> str | None:

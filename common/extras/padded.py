@@ -1,7 +1,8 @@
 """Models whose attention cannot be replaced, called on padded batches, and sampling from odd models.
 
-They are sampled from with transformers' cache, if attention cannot be replaced or layers keep a state; without any, every
-token from a pass over all previous ones, if that cache does not hold everything (slow, but right for any model).
+They are sampled from with transformers' cache, if attention cannot be replaced or layers keep a state;
+without any, every token from a pass over all previous ones, if that cache does not hold everything (slow, but
+right for any model).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +35,11 @@ JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingW
 def call_padded(
     model: FlatModel, batch: Batch, options: dict[str, Any]
 ) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
-    """As FlatModel._call_flat, with the sequences as rows of a padded batch; of several, each of sequences of equal length,
-    where padding would change them.
+    """As FlatModel._call_flat, with the sequences as rows of a padded batch; of several, each of sequences of
+    equal length, where padding would change them.
 
-    Raises UserError for several with sharded weights, because processes then wait for each other in every call.
+    Raises UserError for several with sharded weights, because processes then wait for each other in every
+    call.
     """
     ids, lengths, token_map = batch["input_ids"][0], np.array(batch["lengths"]), batch.get("token_map")
     if token_map is not None:
@@ -46,9 +48,12 @@ def call_padded(
     if padding_matters(model):
         groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
     if len(groups) > 1 and is_sharded(model):
-        raise UserError(f"{type(base_lm(model.lm)).__name__} is not padded: with sharded weights one sequence at a time")
+        raise UserError(
+            f"{type(base_lm(model.lm)).__name__} is not padded: with sharded weights one sequence at a time"
+        )
     sequences, starts, outputs, filled = ids.split(lengths.tolist()), lengths.cumsum() - lengths, [], 0
-    place = np.empty(len(ids), np.int64)  # of each token in the outputs; known here, a mask would be asked of the device
+    # of each token in the outputs; known here, a mask would be asked of the device
+    place = np.empty(len(ids), np.int64)
     for group in groups:
         padded = nn.utils.rnn.pad_sequence([sequences[s] for s in group], batch_first=True)
         for row, s in enumerate(group):
@@ -63,8 +68,8 @@ def call_padded(
 
 
 def padding_matters(model: FlatModel) -> bool:
-    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA): ties among these scores, which are
-    often 0, are broken by the number of keys."""
+    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA): ties among these
+    scores, which are often 0, are broken by the number of keys."""
     return any(name.startswith("index_topk") for name in vars(model.config.get_text_config()))
 
 
@@ -77,7 +82,9 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
     if not model.padded and not _mixers(model):
         return Way(partial(FlatDecoder, lm), CACHED)
     # Positions may be counted with the padding (Llama 4), or entries be selected and compressed.
-    equal_lengths = model.padded or any(type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers)
+    equal_lengths = model.padded or any(
+        type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers
+    )
     return Way(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
 
 
@@ -105,8 +112,8 @@ def _new_cache(lm: nn.Module) -> DynamicCache:
 def steps_as_trained(model: FlatModel) -> Iterator[None]:
     """Context in which state-space layers clamp their time step to `time_step_limit` for a single token, too.
 
-    transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a state
-    (Nemotron-H, Zamba2: at least time_step_min).
+    transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a
+    state (Nemotron-H, Zamba2: at least time_step_min).
     """
     with contextlib.ExitStack() as stack:
         limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in _mixers(model)}
@@ -118,7 +125,9 @@ def steps_as_trained(model: FlatModel) -> Iterator[None]:
         yield
 
 
-def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: Tensor, **kwargs: Any) -> Tensor:
+def _limited(
+    update: Callable[..., Tensor], limit: tuple[float, float], *args: Tensor, **kwargs: Any
+) -> Tensor:
     """selective_state_update with time steps softplus(dt + dt_bias) clamped to the limit."""
     state, x, dt, *rest = args
     if (bias := kwargs.pop("dt_bias", None)) is not None:
@@ -131,11 +140,14 @@ def _limited(update: Callable[..., Tensor], limit: tuple[float, float], *args: T
 class PaddedDecoder:
     """A Decoder (generate.py) that uses transformers' own cache and masks.
 
-    Prompts are read in groups of equal length, because padding would enter a state. Then their caches are joined: keys and
-    values are left-padded, and masked there; a state has no length. If that is impossible, prompts are passed one at a time.
+    Prompts are read in groups of equal length, because padding would enter a state. Then their caches are
+    joined: keys and values are left-padded, and masked there; a state has no length. If that is impossible,
+    prompts are passed one at a time.
     """
 
-    def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+    def __init__(
+        self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int
+    ):
         inner = base_lm(model.lm)
         self.lm, self.prompts, self.device = model.lm, prompts, inner.device
         self.owner = torch.tensor(owner, device=self.device)
@@ -146,7 +158,8 @@ class PaddedDecoder:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
         optional = {"position_ids": position_ids, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self.accepted}
-        if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):  # without, the new token would be multiplied by it
+        # without, the new token would be multiplied by it
+        if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):
             optional["attention_mask"] = mask
         out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
         return out.logits[:, -1].float()
@@ -155,7 +168,9 @@ class PaddedDecoder:
         lengths = np.array([len(prompt) for prompt in self.prompts])
         order, logits, caches = np.argsort(lengths, kind="stable"), [], []
         for length in np.unique(lengths):
-            ids = torch.tensor([self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device)
+            ids = torch.tensor(
+                [self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device
+            )
             position_ids = torch.arange(length, device=self.device).expand_as(ids)
             caches.append(_new_cache(base_lm(self.lm)))
             logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
@@ -183,7 +198,8 @@ class PaddedDecoder:
 
 
 def _joined(caches: list[DynamicCache], length: int) -> DynamicCache:
-    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of the last one.
+    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of
+    the last one.
 
     Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
     """
@@ -206,7 +222,9 @@ def _joined(caches: list[DynamicCache], length: int) -> DynamicCache:
 class WholeDecoder:
     """A Decoder without a cache."""
 
-    def __init__(self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int):
+    def __init__(
+        self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int
+    ):
         self.model, self.device = model, base_lm(model.lm).device
         self.sequences = [[*prompts[i]] for i in owner]
 

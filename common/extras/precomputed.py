@@ -10,8 +10,8 @@ import numpy as np
 
 
 def scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndarray:
-    """The log-probability of each sequence, summed over its trained tokens: (sequences,) float32. Each process scores a
-    share."""
+    """The log-probability of each sequence, summed over its trained tokens: (sequences,) float32. Each
+    process scores a share."""
     say(f"reference: scoring {len(examples):,} pairs")
     accelerator = reference.accelerator
     mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))

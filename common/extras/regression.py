@@ -1,13 +1,16 @@
-"""--regression_suite: can the model still do what it could? Prompts with checks of their answers, at their own interval.
+"""--regression_suite: can the model still do what it could? Prompts with checks of their answers, at their
+own interval.
 
-A row is {"id", "group", "prompt" (plain text) or "messages" (a chat), and one or more of CHECKS}; a case passes if all its
-checks do. Answers are greedy. Users read docs/regression.md. regression.jsonl has a line for each evaluation:
+A row is {"id", "group", "prompt" (plain text) or "messages" (a chat), and one or more of CHECKS}; a case
+passes if all its checks do. Answers are greedy. Users read docs/regression.md. regression.jsonl has a line
+for each evaluation:
 
     {"step", "max_new_tokens", "groups": {group: {"passed", "total", "rate", "low", "high"}},
      "turned": {"since_last": {"step", "fell", "rose"}, "since_base": {"step", "fell", "rose"}},
      "failed": {id: {"why", "completion"}}, "cases": {id: {"rate", "digest", "group"}}}
 
-groups holds "all", too; low and high are the 95 % interval of the rate. since_* is null where there is nothing to compare.
+groups holds "all", too; low and high are the 95 % interval of the rate. since_* is null where there is
+nothing to compare.
 """
 
 from collections.abc import Callable
@@ -40,7 +43,7 @@ Cases = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}
 Outcome = dict[str, Any]  # {"groups", "failed", "cases"}, as above
 
 
-# --- checks ---------------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
 def _texts(value: Any) -> list[str]:
@@ -69,7 +72,7 @@ CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 
 
-# --- cases ----------------------------------------------------------------------------------------------------------
+# --- cases --------------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -113,8 +116,8 @@ class Suite:
             self.cases.append(case)
 
     def tokenize(self, tokenizer: Tokenizer, model: FlatModel, max_new_tokens: int) -> None:
-        """max_new_tokens: of cases without a limit of their own. Raises UserError for a prompt that cannot be tokenized, or
-        is too long for the model with its answer."""
+        """max_new_tokens: of cases without a limit of their own. Raises UserError for a prompt that cannot be
+        tokenized, or is too long for the model with its answer."""
         self.prompts = []
         for case in self.cases:
             try:
@@ -126,14 +129,22 @@ class Suite:
         check_positions(model, longest, "max_tokens or the prompts of the suite, or the limit of its answers")
 
     def run(self, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator) -> Outcome:
-        """Answer every case, and judge the answers. Called on every process; the result is the same on each."""
-        answers = complete(accelerator, model, tokenizer, self.prompts, max_new_tokens=self.limits, temperature=0.0)
+        """Answer every case, and judge the answers. Called on every process; the result is the same on
+        each."""
+        answers = complete(
+            accelerator, model, tokenizer, self.prompts, max_new_tokens=self.limits, temperature=0.0
+        )
         pairs = list(zip(self.cases, answers, strict=True))
 
         def judge() -> list[str]:
-            return [must(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer) for case, answer in pairs]
+            return [
+                must(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer)
+                for case, answer in pairs
+            ]
 
-        return outcome(list(zip(self.cases, on_main_process(accelerator, judge), [a.text for a in answers], strict=True)))
+        return outcome(
+            list(zip(self.cases, on_main_process(accelerator, judge), [a.text for a in answers], strict=True))
+        )
 
     def _judge(self, case: Case, answer: Completed) -> str:
         """The check that the answer fails; "" if none."""
@@ -150,12 +161,16 @@ class Suite:
 
 def _case(row: Row) -> Case:
     """A row as a case. Raises UserError with the row and the field."""
-    columns = {name: value for name, value in row.items() if value is not None}  # a table gives each row all columns
+    # a table gives each row all columns
+    columns = {name: value for name, value in row.items() if value is not None}
     checks = {name: columns[name] for name in CHECKS if name in columns}
-    unknown = [name for name in columns if name not in FIELDS and "reward" not in checks]  # which gets other columns
+    # which gets other columns
+    unknown = [name for name in columns if name not in FIELDS and "reward" not in checks]
     if unknown or not checks or str(columns.get("group", "")) in ("", ALL) or "id" not in columns:
         fields = f"id, group (not {ALL}), prompt or messages, and checks: {', '.join(CHECKS)}"
-        raise UserError(f"{row.where}: {', '.join(unknown) or 'a column'}: expected {fields}; found {', '.join(columns)}")
+        raise UserError(
+            f"{row.where}: {', '.join(unknown) or 'a column'}: expected {fields}; found {', '.join(columns)}"
+        )
     try:
         prompt = as_prompt(Row(columns, row.where))
     except (BadRow, UserError) as error:
@@ -170,11 +185,12 @@ def _case(row: Row) -> Case:
     return Case(str(columns["id"]), str(columns["group"]), {**row, **prompt}, checks, row.where, digest)
 
 
-# --- counting and comparing -----------------------------------------------------------------------------------------
+# --- counting and comparing ---------------------------------------------------------------------------------
 
 
 def outcome(judged: list[tuple[Case, str, str]]) -> Outcome:
-    """What regression.jsonl has of an evaluation. judged: (case, the check that its answer fails or "", the answer)."""
+    """What regression.jsonl has of an evaluation. judged: (case, the check that its answer fails or "", the
+    answer)."""
     passes: dict[str, list[bool]] = {ALL: []}
     for case, why, _ in judged:
         for group in (ALL, case.group):
@@ -182,7 +198,10 @@ def outcome(judged: list[tuple[Case, str, str]]) -> Outcome:
     return {
         "groups": {group: rate_of(sum(found), len(found)) for group, found in passes.items()},
         "failed": {case.id: {"why": why, "completion": text} for case, why, text in judged if why},
-        "cases": {case.id: {"rate": float(not why), "digest": case.digest, "group": case.group} for case, why, _ in judged},
+        "cases": {
+            case.id: {"rate": float(not why), "digest": case.digest, "group": case.group}
+            for case, why, _ in judged
+        },
     }
 
 
@@ -193,7 +212,8 @@ def rate_of(passed: int, total: int) -> dict[str, float]:
 
 
 def compare(before: Cases, now: Cases) -> dict[str, Change]:
-    """{group: what has turned in it, and the p-value of its fall}. A case that is new or was edited is left out."""
+    """{group: what has turned in it, and the p-value of its fall}. A case that is new or was edited is left
+    out."""
     found: dict[str, Change] = {ALL: Change([], [], [])}
     for name, case in now.items():
         changes = [found[ALL], found.setdefault(case["group"], Change([], [], []))]
@@ -216,17 +236,19 @@ def wilson(passed: int, total: int) -> tuple[float, float]:
 
 
 def fall_p_value(fell: int, rose: int) -> float:
-    """The probability of at least `fell` falls among the `fell + rose` cases that changed, if either direction were equally
-    likely. McNemar's test (1947) in its exact form, one-sided; 1 if nothing changed."""
+    """The probability of at least `fell` falls among the `fell + rose` cases that changed, if either
+    direction were equally likely. McNemar's test (1947) in its exact form, one-sided; 1 if nothing
+    changed."""
     n = fell + rose
     return sum(math.comb(n, i) for i in range(fell, n + 1)) / 2**n
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run -----------------------------------------------------------------------------------------------
 
 
 class Regression:
-    """The part of a run that evaluates the suite: when it is answered, what has turned since, and where that is written."""
+    """The part of a run that evaluates the suite: when it is answered, what has turned since, and where that
+    is written."""
 
     def __init__(self, args: CommonArgs, accelerator: Accelerator):
         """Reads the suite. Raises UserError with file, row and field."""
@@ -246,7 +268,8 @@ class Regression:
         say(f"regression suite: {len(self.suite.cases)} cases in {len(groups)} groups ({', '.join(groups)})")
 
     def run(self, model: FlatModel, step: int, metrics: Any) -> dict[str, float]:
-        """Evaluate the suite; write, print and report the outcome. Returns the metrics. Called on every process.
+        """Evaluate the suite; write, print and report the outcome. Returns the metrics. Called on every
+        process.
 
         metrics: the run's Metrics.
         """
@@ -257,10 +280,13 @@ class Regression:
         turned, worse = {}, {}
         for name, then in (("since_last", self.last), ("since_base", self.base)):
             changes = compare(then["cases"], cases) if then else {}
-            turned[name] = {"step": then["step"], "fell": changes[ALL].fell, "rose": changes[ALL].rose} if then else None
+            turned[name] = (
+                {"step": then["step"], "fell": changes[ALL].fell, "rose": changes[ALL].rose} if then else None
+            )
             worse |= {group: (then, change.p) for group, change in changes.items() if change.p < ALPHA}
         metrics.append(
-            "regression.jsonl", [{"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "turned": turned} | line]
+            "regression.jsonl",
+            [{"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "turned": turned} | line],
         )
         for name, (then, p) in worse.items():
             if name not in self.fallen:
@@ -278,4 +304,8 @@ class Regression:
         return {"base": self.base, "last": self.last, "fallen": self.fallen}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        self.base, self.last, self.fallen = state.get("base", {}), state.get("last", {}), state.get("fallen", [])
+        self.base, self.last, self.fallen = (
+            state.get("base", {}),
+            state.get("last", {}),
+            state.get("fallen", []),
+        )

@@ -1,7 +1,8 @@
 """report.html: a run as one page that needs no network or server, and renews itself while the run goes on.
 
-The page is page/ (HTML, style, scripts) with what is found in the output folder as one JSON text. The files are read anew
-for each page, line by line, and nothing in them is trusted or executed. A page stays below 2 MB.
+The page is page/ (HTML, style, scripts) with what is found in the output folder as one JSON text. The files
+are read anew for each page, line by line, and nothing in them is trusted or executed. A page stays below 2
+MB.
 """
 
 from array import array
@@ -24,7 +25,8 @@ from common.run.folder import is_held, read_args, read_json
 import numpy as np
 
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("chart", "switches", "top", "curves", "samples", "completions", "facts", "compare", "page")  # in this order
+# in this order
+SCRIPTS = ("chart", "switches", "top", "curves", "samples", "completions", "facts", "compare", "page")
 SECONDS = 20  # between two pages, if nothing was evaluated
 SHARE = 50  # and always this many times the time that the last page took
 POINTS, NUMBERS = 800, 145_000  # of a curve; in all curves of a page, about ten bytes each
@@ -32,7 +34,10 @@ EVALUATIONS, ROLLOUTS, EVENTS = 16, 24, 64  # of a run that are shown; events: o
 PROMPTS, GROUPS, ANSWERS, FAILED = 400, 3, 16, 80  # of an evaluation, of a rollout, of a group, of a suite
 TEXT, SETTING = 1500, 300  # characters
 SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes
-STATES = {"started": "running", "resumed": "running"} | {word: word for word in ("stopped", "died", "finished")}  # by event
+# by event
+STATES = {"started": "running", "resumed": "running"} | {
+    word: word for word in ("stopped", "died", "finished")
+}
 OF_THE_MACHINE = ("device", "processes", "mixed_precision", "distributed", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
 NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
@@ -46,14 +51,15 @@ Row = dict[str, Any]
 
 
 class Report:
-    """The page of a running run, in its output folder: a part of a `Run`. A page that cannot be written is a line, and does
-    not stop the run."""
+    """The page of a running run, in its output folder: a part of a `Run`. A page that cannot be written is a
+    line, and does not stop the run."""
 
     def __init__(self, folder: str | Path):
         self.folder, self.written, self.took = Path(folder), time.monotonic(), 0.0
 
     def on_log(self, step: int, values: Row) -> None:
-        """Write the page after an evaluation, and now and then; never for more than a small share of the time."""
+        """Write the page after an evaluation, and now and then; never for more than a small share of the
+        time."""
         evaluated = any(name.startswith("eval_") for name in values)
         if time.monotonic() - self.written >= max(SHARE * self.took, 0 if evaluated else SECONDS):
             self.close()
@@ -88,15 +94,19 @@ def page(runs: list[Row], compared: Row | None = None) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that is safe in a <script>: no "<" remains that could end the element or begin a comment. NaN and infinity become
-    null."""
+    """JSON that is safe in a <script>: no "<" remains that could end the element or begin a comment. NaN and
+    infinity become null."""
     known = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(known, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def describe_run(folder: Path) -> Row:
     """Everything that a page shows of a run."""
-    data, summary, settings = read_json(folder / "dataset.json"), read_json(folder / "summary.json"), read_args(folder)
+    data, summary, settings = (
+        read_json(folder / "dataset.json"),
+        read_json(folder / "summary.json"),
+        read_args(folder),
+    )
     points, events = points_of(folder), list(lines(folder / "events.jsonl"))
     begun = next((event for event in reversed(events) if event.get("kind") in ("started", "resumed")), {})
     script = str(begun.get("script") or "")
@@ -115,7 +125,11 @@ def describe_run(folder: Path) -> Row:
         "after": {name: values[-1] for name, values in evaluated.items()},
         "best": summary.get("best"),
         **curves_of(points),
-        "axis": {name: spread(points[name].tolist(), POINTS // 2) for name in ("num_tokens", "seconds") if name in points},
+        "axis": {
+            name: spread(points[name].tolist(), POINTS // 2)
+            for name in ("num_tokens", "seconds")
+            if name in points
+        },
         "events": shown_events(events),
         "happened": len(events),
         "samples": samples_of(folder),
@@ -129,7 +143,7 @@ def describe_run(folder: Path) -> Row:
     }
 
 
-# --- the files ------------------------------------------------------------------------------------------------------
+# --- the files ----------------------------------------------------------------------------------------------
 
 
 def lines(path: Path) -> Iterator[Row]:
@@ -164,7 +178,8 @@ def short(value: Any) -> Any:
 
 
 def spread(items: Iterable[Any], most: int) -> list[Any]:
-    """At most `most` (an even number) of the items, evenly spread, and the last one; never holds more of them."""
+    """At most `most` (an even number) of the items, evenly spread, and the last one; never holds more of
+    them."""
     kept: list[Any] = []
     stride, item = 1, None
     for number, item in enumerate(items):
@@ -175,11 +190,12 @@ def spread(items: Iterable[Any], most: int) -> list[Any]:
     return kept if not kept or kept[-1] is item else [*kept, item]
 
 
-# --- curves ---------------------------------------------------------------------------------------------------------
+# --- curves -------------------------------------------------------------------------------------------------
 
 
 def points_of(folder: Path) -> dict[str, np.ndarray]:
-    """The points (step, value) of each metric in metrics.jsonl, of the values that are finite numbers: {name: [n, 2]}."""
+    """The points (step, value) of each metric in metrics.jsonl, of the values that are finite numbers: {name:
+    [n, 2]}."""
     pairs: dict[str, array[float]] = {}
     for row in lines(folder / "metrics.jsonl"):
         for name, value in row.items():
@@ -201,16 +217,23 @@ def curves_of(points: dict[str, np.ndarray]) -> Row:
         least, greatest = float(values.min()), float(values.max())
         if least == greatest and len(values) > len(names):
             constant[frame] = short(least)
-        frames.append({"name": frame, "log": is_logarithmic(frame, least, greatest), "machine": frame in MACHINE})
+        frames.append(
+            {"name": frame, "log": is_logarithmic(frame, least, greatest), "machine": frame in MACHINE}
+        )
         for name in names:
-            curve = {"name": name, "frame": frame, "eval": name.startswith("eval_"), "machine": frame in MACHINE}
+            curve = {
+                "name": name,
+                "frame": frame,
+                "eval": name.startswith("eval_"),
+                "machine": frame in MACHINE,
+            }
             curves.append(curve | thinned(points[name], most))
     return {"curves": curves, "frames": frames, "constant": constant}
 
 
 def thinned(points: np.ndarray, most: int) -> Row:
-    """{"x": steps, "y": values} in at most `most` groups of neighbours. If a group has several values, y is their mean, and
-    "low" and "high" are their range: no peak is lost. points: [n, 2], n > 0."""
+    """{"x": steps, "y": values} in at most `most` groups of neighbours. If a group has several values, y is
+    their mean, and "low" and "high" are their range: no peak is lost. points: [n, 2], n > 0."""
     parts = np.array_split(points, min(most, len(points)))
     found = {"y": [part[:, 1].mean() for part in parts]}
     if len(points) > most:
@@ -220,21 +243,22 @@ def thinned(points: np.ndarray, most: int) -> Row:
 
 
 def frame_of(name: str) -> str:
-    """The plot that a metric belongs to: training and evaluation share one, as do all temperatures, a reward and its
-    evaluation, and memory and its peak."""
+    """The plot that a metric belongs to: training and evaluation share one, as do all temperatures, a reward
+    and its evaluation, and memory and its peak."""
     frame = re.sub(r"_t[\d.]+$", "", name.removeprefix("eval_")) if name.startswith("eval_") else name
     score = SCORE.fullmatch(frame)
     return score[1] if score else "memory_gib" if frame == "peak_memory_gib" else frame
 
 
 def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
-    """{plot: its metrics, training first}, in order of importance: rewards, margins and the loss first, then scores of
-    completions, machine statistics last."""
+    """{plot: its metrics, training first}, in order of importance: rewards, margins and the loss first, then
+    scores of completions, machine statistics last."""
     frames: dict[str, list[str]] = {}
     drawn = [name for name in names if name not in NOT_DRAWN]
     for name in sorted(drawn, key=lambda name: name.startswith("eval_")):
         frames.setdefault(frame_of(name), []).append(name)
-    first = [name for name in FIRST if name != "loss" or "reward" not in frames]  # with rewards it is centred on 0
+    # with rewards it is centred on 0
+    first = [name for name in FIRST if name != "loss" or "reward" not in frames]
     others = sorted(frames.keys() - set(LAST))
     scores = [name for name in others if any(SCORE.fullmatch(metric) for metric in frames[name])]
     scores += [name for name in others if frames[name][0].startswith("eval_") and not name.endswith("loss")]
@@ -243,11 +267,12 @@ def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
-    """Whether a plot reads better on a logarithmic scale: a loss that falls to a small fraction of its start."""
+    """Whether a plot reads better on a logarithmic scale: a loss that falls to a small fraction of its
+    start."""
     return bool(re.search("loss|perplexity", frame)) and least > 0 and greatest > 8 * least
 
 
-# --- events and texts -----------------------------------------------------------------------------------------------
+# --- events and texts ---------------------------------------------------------------------------------------
 
 
 def state_of(events: list[Row], summary: Row) -> str:
@@ -260,14 +285,18 @@ def shown_events(events: list[Row]) -> list[Row]:
     shown = []
     for kind in dict.fromkeys(event["kind"] for event in events):
         shown += spread((event for event in events if event["kind"] == kind), EVENTS)
-    return [event | {"text": cut(event.get("text"), SETTING)} for event in sorted(shown, key=lambda event: event["time"])]
+    return [
+        event | {"text": cut(event.get("text"), SETTING)}
+        for event in sorted(shown, key=lambda event: event["time"])
+    ]
 
 
 def samples_of(folder: Path) -> Row | None:
-    """{"steps", "names" (of scores), "prompts": [{"prompt", "temperature", "texts", "scores"}], "of": how many there are}.
+    """{"steps", "names" (of scores), "prompts": [{"prompt", "temperature", "texts", "scores"}], "of": how
+    many there are}.
 
-    A text equal to that of the evaluation before is 0, an unknown one None. As many prompts as fit into the page. None:
-    nothing was sampled.
+    A text equal to that of the evaluation before is 0, an unknown one None. As many prompts as fit into the
+    page. None: nothing was sampled.
     """
     found = spread(((len(rows), rows[:PROMPTS]) for rows in groups(folder / "samples.jsonl")), EVALUATIONS)
     if not found:
@@ -277,15 +306,28 @@ def samples_of(folder: Path) -> Row | None:
     for key, last in tables[-1].items():
         rows = [table.get(key) for table in tables]
         texts = [cut(row["completion"]) if row else None for row in rows]
-        told = [0 if text is not None and text == before else text for before, text in itertools.pairwise([None, *texts])]
+        told = [
+            0 if text is not None and text == before else text
+            for before, text in itertools.pairwise([None, *texts])
+        ]
         scores = {name: [short(row.get(name)) if row else None for row in rows] for name in scores_of(last)}
-        prompt = {"prompt": prompt_text(last), "temperature": last.get("temperature"), "texts": told, "scores": scores}
+        prompt = {
+            "prompt": prompt_text(last),
+            "temperature": last.get("temperature"),
+            "texts": told,
+            "scores": scores,
+        }
         left -= len(embedded(prompt).encode("utf-8", "replace"))
         if left < 0 and prompts:
             break
         prompts.append(prompt)
     names = sorted({name for prompt in prompts for name in prompt["scores"]})
-    return {"steps": [rows[0]["step"] for _, rows in found], "names": names, "prompts": prompts, "of": found[-1][0]}
+    return {
+        "steps": [rows[0]["step"] for _, rows in found],
+        "names": names,
+        "prompts": prompts,
+        "of": found[-1][0],
+    }
 
 
 def asked(row: Row) -> str:
@@ -294,7 +336,11 @@ def asked(row: Row) -> str:
 
 
 def scores_of(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in OF_A_SAMPLE and (value is None or is_number(value))}
+    return {
+        name: value
+        for name, value in row.items()
+        if name not in OF_A_SAMPLE and (value is None or is_number(value))
+    }
 
 
 def prompt_text(row: Row) -> str:
@@ -306,7 +352,8 @@ def prompt_text(row: Row) -> str:
 
 
 def completions_of(folder: Path) -> list[Row] | None:
-    """From rollouts over the run: the first group of completions, those whose rewards differ most, and all rewards."""
+    """From rollouts over the run: the first group of completions, those whose rewards differ most, and all
+    rewards."""
     described = [rollout(rows) for rows in spread(groups(folder / "completions.jsonl"), ROLLOUTS)]
     while len(described) > 1 and len(embedded(described).encode("utf-8", "replace")) > COMPLETIONS_SIZE:
         described = [*described[:-1][1::2], described[-1]]
@@ -319,15 +366,20 @@ def rollout(rows: list[Row]) -> Row:
         prompts.setdefault(asked(row), []).append(row)
     first, *others = prompts.values()
     apart = sorted(others, key=lambda group: -np.var([row.get("reward") or 0.0 for row in group]))
-    shown = [{"prompt": prompt_text(group[0]), "rows": answers(group)} for group in [first, *apart[: GROUPS - 1]]]
-    rewards = sorted(short(row["reward"]) for row in rows if row.get("reward") is not None)[:512]  # distillation has none
+    shown = [
+        {"prompt": prompt_text(group[0]), "rows": answers(group)} for group in [first, *apart[: GROUPS - 1]]
+    ]
+    # distillation has none
+    rewards = sorted(short(row["reward"]) for row in rows if row.get("reward") is not None)[:512]
     return {"step": rows[0]["step"], "count": len(rows), "groups": shown, "rewards": rewards}
 
 
 def answers(group: list[Row]) -> list[Row]:
     """The completions of a prompt, the best first."""
     found = []
-    for row in sorted(group[:ANSWERS], key=lambda row: math.inf if row.get("reward") is None else -row["reward"]):
+    for row in sorted(
+        group[:ANSWERS], key=lambda row: math.inf if row.get("reward") is None else -row["reward"]
+    ):
         shown = {name: short(row.get(name)) for name in ("reward", "advantage")}
         shown["rewards"] = {name: short(value) for name, value in (row.get("rewards") or {}).items()}
         found.append(shown | {"text": cut(row["completion"]), "cut": row.get("finished") is False})
@@ -335,7 +387,8 @@ def answers(group: list[Row]) -> list[Row]:
 
 
 def regression_of(folder: Path) -> list[Row] | None:
-    """For each evaluation of a suite {"step", "groups"}; for the last one also the cases that turned or failed, as text."""
+    """For each evaluation of a suite {"step", "groups"}; for the last one also the cases that turned or
+    failed, as text."""
     last: Row = {}
     found = []
     for last in lines(folder / "regression.jsonl"):
@@ -343,9 +396,18 @@ def regression_of(folder: Path) -> list[Row] | None:
     turned = []
     for name, since in (("since_last", "since step"), ("since_base", "since the start, step")):
         then = (last.get("turned") or {}).get(name) or {}
-        turned += [f"{word} {since} {then['step']}: {', '.join(then[word])}" for word in ("fell", "rose") if then.get(word)]
-    failed = [f"{name}: {why['why']} · {why['completion']}" for name, why in (last.get("failed") or {}).items()]
-    told = {"turned": [cut(line, SETTING) for line in turned], "failed": [cut(line, SETTING) for line in failed[:FAILED]]}
+        turned += [
+            f"{word} {since} {then['step']}: {', '.join(then[word])}"
+            for word in ("fell", "rose")
+            if then.get(word)
+        ]
+    failed = [
+        f"{name}: {why['why']} · {why['completion']}" for name, why in (last.get("failed") or {}).items()
+    ]
+    told = {
+        "turned": [cut(line, SETTING) for line in turned],
+        "failed": [cut(line, SETTING) for line in failed[:FAILED]],
+    }
     return [*found[:-1], found[-1] | told] if found else None
 
 
@@ -353,13 +415,18 @@ def memory_of(points: dict[str, np.ndarray], begun: Row) -> Row | None:
     """Memory in GiB: the peak that was used, and the total available. None: nothing was logged."""
     if "peak_memory_gib" not in points:
         return None
-    return {"peak": short(max(points["peak_memory_gib"][:, 1])), "limit": short(begun.get("memory_limit_gib"))}
+    return {
+        "peak": short(max(points["peak_memory_gib"][:, 1])),
+        "limit": short(begun.get("memory_limit_gib")),
+    }
 
 
 def settings_of(settings: Row, begun: Row) -> list[Row]:
     """[{"group", "rows": [[name, value, whether it is the default]]}], in the order of --help."""
     shared, changed = defaults(CommonArgs), begun.get("changed", settings)
-    table: dict[str, list[Any]] = {"This script": []} | {str(cls.__doc__): [] for cls in CommonArgs.__mro__[-2:0:-1]}
+    table: dict[str, list[Any]] = {"This script": []} | {
+        str(cls.__doc__): [] for cls in CommonArgs.__mro__[-2:0:-1]
+    }
     for name, value in settings.items():
         group = str(first_definition(CommonArgs, name)[0].__doc__) if name in shared else "This script"
         table[group].append([name, cut(as_typed(value), SETTING), name not in changed])
@@ -389,9 +456,15 @@ def about(begun: Row, data: Row) -> list[list[str]]:
 
 def command_of(script: str, folder: Path, begun: Row) -> str:
     """The command that repeats the run, in a new folder."""
-    launch = {"num_processes": begun.get("processes") or 1, "mixed_precision": begun.get("mixed_precision") or "no"}
+    launch = {
+        "num_processes": begun.get("processes") or 1,
+        "mixed_precision": begun.get("mixed_precision") or "no",
+    }
     words = [f"--{name} {value}" for name, value in launch.items() if value not in (1, "no")]
     path = Path(script).with_suffix("")
-    is_module = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts  # it imports from the root
+    # it imports from the root
+    is_module = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts
     name = f"-m {'.'.join(path.parts)}" if is_module else script
-    return " ".join(["accelerate launch", *words, name, f"--config {folder}/args.yaml --output_dir {folder}-again"])
+    return " ".join(
+        ["accelerate launch", *words, name, f"--config {folder}/args.yaml --output_dir {folder}-again"]
+    )

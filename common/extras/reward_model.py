@@ -1,4 +1,5 @@
-"""Reward models: an AutoModelForSequenceClassification with one label scores the whole text, prompt and completion."""
+"""Reward models: an AutoModelForSequenceClassification with one label scores the whole text, prompt and
+completion."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,13 @@ def load(name: str, device: torch.device) -> Callable[..., list[float]]:
         model, found = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
         # Of an adapter, the keys are its own: it brings a head, or its base has one.
         outside = [name for name, _ in model.named_modules() if not name.startswith(model.base_model_prefix)]
-        headed = "modules_to_save" in str(outside) or "SequenceClassification" in str(model.config.architectures)
+        headed = "modules_to_save" in str(outside) or "SequenceClassification" in str(
+            model.config.architectures
+        )
         if found["missing_keys"] or (hasattr(model, "peft_config") and not headed):
-            raise ValueError("it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)")
+            raise ValueError(
+                "it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)"
+            )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]

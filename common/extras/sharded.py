@@ -1,8 +1,9 @@
-"""FSDP2 and DeepSpeed: their settings, and FSDP2's part of a checkpoint: each process its shards, for any number of them.
+"""FSDP2 and DeepSpeed: their settings, and FSDP2's part of a checkpoint: each process its shards, for any
+number of them.
 
-The optimizer is always in shards. With `fsdp_state_dict_type: SHARDED_STATE_DICT` in the accelerate config so are the
-weights: no process then gathers the model while it trains. Such a checkpoint becomes a model that from_pretrained reads by
-`accelerate merge-weights checkpoint-500/pytorch_model_fsdp_0 checkpoint-500`.
+The optimizer is always in shards. With `fsdp_state_dict_type: SHARDED_STATE_DICT` in the accelerate config so
+are the weights: no process then gathers the model while it trains. Such a checkpoint becomes a model that
+from_pretrained reads by `accelerate merge-weights checkpoint-500/pytorch_model_fsdp_0 checkpoint-500`.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,13 @@ import platform
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer
+from accelerate.utils import (
+    DistributedType,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError
@@ -31,18 +38,24 @@ from torch.distributed.fsdp import FSDPModule, StateDictType
 def set_up(accelerator: Accelerator, args: CommonArgs) -> None:
     """Set what FSDP2 or DeepSpeed needs before a model exists."""
     if accelerator.is_fsdp2 and accelerator.mixed_precision != "no":
-        plugin = accelerator.state.fsdp_plugin  # it would round loss weights, log-probabilities and gradient sums
+        # it would round loss weights, log-probabilities and gradient sums
+        plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = dataclasses.replace(
-            plugin.mixed_precision_policy, cast_forward_inputs=False, output_dtype=None, reduce_dtype=torch.float32
+            plugin.mixed_precision_policy,
+            cast_forward_inputs=False,
+            output_dtype=None,
+            reduce_dtype=torch.float32,
         )
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from transformers.integrations import unset_hf_deepspeed_config
 
         plugin = accelerator.state.deepspeed_plugin
         plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = args.per_device_train_batch_size
-        plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6  # its engine's default is 1.0
-        # With ZeRO-3, transformers would shard every model as it loads: also the reference, which no engine gathers, and
-        # before `load_model` has checked it. So each process loads whole models, and `prepare` shards the trained one.
+        # its engine's default is 1.0
+        plugin.deepspeed_config["gradient_clipping"] = args.max_grad_norm or 1e6
+        # With ZeRO-3, transformers would shard every model as it loads: also the reference, which no engine
+        # gathers, and before `load_model` has checked it. So each process loads whole models, and `prepare`
+        # shards the trained one.
         plugin.zero3_init_flag = False
         unset_hf_deepspeed_config()
 
@@ -50,7 +63,9 @@ def set_up(accelerator: Accelerator, args: CommonArgs) -> None:
 def check_shared_disk(accelerator: Accelerator, output_dir: str) -> None:
     """Raise UserError on all processes if one does not see the folder that the main process has made."""
     if blind := gather_lists(accelerator, [] if Path(output_dir, ".lock").exists() else [platform.node()]):
-        raise UserError(f"--output_dir {output_dir} is not there on {blind[0]}: all machines have to share its disk")
+        raise UserError(
+            f"--output_dir {output_dir} is not there on {blind[0]}: all machines have to share its disk"
+        )
 
 
 def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:
@@ -60,7 +75,8 @@ def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:
 
 
 def write_frame(folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
-    """Write what lies beside the shards: configuration, tokenizer, and `model.extra`, whole. On the main process."""
+    """Write what lies beside the shards: configuration, tokenizer, and `model.extra`, whole. On the main
+    process."""
     model.lm.save_pretrained(folder, state_dict={})
     for file in folder.glob("model*.safetensors*"):
         file.unlink()
@@ -70,17 +86,23 @@ def write_frame(folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], 
 
 
 def gather_weights(accelerator: Accelerator, model: nn.Module, only_trained: bool) -> dict[str, torch.Tensor]:
-    """All weights, or at least the trained ones, on the main process; {} on the others. Called on every process."""
+    """All weights, or at least the trained ones, on the main process; {} on the others. Called on every
+    process."""
     if only_trained and accelerator.is_fsdp2:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return get_model_state_dict(accelerator.unwrap_model(model, keep_torch_compile=False), options=options)
+        return get_model_state_dict(
+            accelerator.unwrap_model(model, keep_torch_compile=False), options=options
+        )
     return accelerator.get_state_dict(model) or {}
 
 
 def gather_extra(model: FlatModel) -> dict[str, torch.Tensor]:
     """The weights of `model.extra`, whole. Called on every process."""
     state = model.extra.state_dict()
-    return {name: getattr(w, "full_tensor", lambda w=w: w)().detach().cpu().contiguous() for name, w in state.items()}
+    return {
+        name: getattr(w, "full_tensor", lambda w=w: w)().detach().cpu().contiguous()
+        for name, w in state.items()
+    }
 
 
 def save(accelerator: Accelerator, model: FlatModel, optimizer: Any, folder: Path) -> None:
@@ -111,19 +133,22 @@ def _sharding(accelerator: Accelerator) -> Any:
 
 @contextlib.contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call the language
-    model on its own.
+    """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call
+    the language model on its own.
 
-    All processes enter it together, and each needs memory for the whole model. Changes to the weights are lost.
+    All processes enter it together, and each needs memory for the whole model. Changes to the weights are
+    lost.
     """
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     for part in parts:
         part.unshard()
-    # Their hooks would reshard each block after its call, and would plan prefetching in the next backward pass from these
-    # calls, whose number differs between processes.
+    # Their hooks would reshard each block after its call, and would plan prefetching in the next backward
+    # pass from these calls, whose number differs between processes.
     hooked = list(model.modules()) if zero else parts
-    hooks = [(kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)]
+    hooks = [
+        (kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)
+    ]
     for kind, _ in hooks:
         kind.clear()
     try:

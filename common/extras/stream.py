@@ -1,8 +1,9 @@
-"""--dataset_streaming: sources that are read during training, for data that fits neither on disk nor in memory.
+"""--dataset_streaming: sources that are read during training, for data that fits neither on disk nor in
+memory.
 
-Rows are read in blocks. A block is a pure function of its starting cursor in each source: its rows are tokenised, packed and
-shuffled among themselves. So `stream[position]` is a function of (seed, position) like any other order, and a checkpoint
-needs only a block's cursors to resume without reading from the start.
+Rows are read in blocks. A block is a pure function of its starting cursor in each source: its rows are
+tokenised, packed and shuffled among themselves. So `stream[position]` is a function of (seed, position) like
+any other order, and a checkpoint needs only a block's cursors to resume without reading from the start.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,11 +34,12 @@ class Block(NamedTuple):
 
 
 class Stream:
-    """`stream[position]`: the example at a position of the run. Positions must be read in order, or nearly so."""
+    """`stream[position]`: the example at a position of the run. Positions must be read in order, or nearly
+    so."""
 
     def __init__(self, sources: list[Source], job: Job, seed: int, functions: tuple[Cut, ...] = ()):
-        """job: how rows become examples. Each source has rows in a block in proportion to its weight; one that ends starts
-        again. functions: pack or cut the examples of a block."""
+        """job: how rows become examples. Each source has rows in a block in proportion to its weight; one
+        that ends starts again. functions: pack or cut the examples of a block."""
         self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.accounts = [Account() for _ in sources]
@@ -45,7 +47,8 @@ class Stream:
         self.restore({"number": 0, "first": 0, "cursors": [None for _ in sources]})
 
     def apply(self, function: Cut) -> "Stream":
-        """The same stream, from its beginning, with one more function that packs or cuts the examples of each block."""
+        """The same stream, from its beginning, with one more function that packs or cuts the examples of each
+        block."""
         return Stream(self.sources, self.job, self.seed, (*self.functions, function))
 
     def __getitem__(self, position: int) -> Example:
@@ -73,7 +76,8 @@ class Stream:
         return (self.blocks or [self._block(self._next[1])])[-1].data
 
     def digests(self) -> dict[str, str]:
-        """{label: a hash of what is known of a source's rows before reading them}: sizes and times of its files."""
+        """{label: a hash of what is known of a source's rows before reading them}: sizes and times of its
+        files."""
         tokens = fingerprint(self.job.tokenizer)
         return {source.label: digest([identity(source), tokens]) for source in self.sources}
 
@@ -87,7 +91,8 @@ class Stream:
         self.blocks: list[Block] = []  # the last two that were read
         self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None for _ in self.sources]
         self._next: tuple[int, int, list[Cursor | None]] = (state["number"], state["first"], state["cursors"])
-        self._origin, self._counted = self._next, state["number"]  # where to go back to; the blocks whose rows are counted
+        # where to go back to; the blocks whose rows are counted
+        self._origin, self._counted = self._next, state["number"]
 
     def _block(self, position: int) -> Block:
         if self.blocks and position < self.blocks[0].first:  # back beyond the blocks in memory
@@ -102,7 +107,9 @@ class Stream:
         after, files = list(cursors), []
         for s, quota in enumerate(self.quotas):
             rows, after[s] = self._rows(s, quota, cursors[s])
-            encoded = [part for _, part in encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)]
+            encoded = [
+                part for _, part in encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)
+            ]
             files.append(self._file(s, encoded, new=number == self._counted))
         self._counted = max(self._counted, number + 1)
         data = examples = Examples(files, self.sources)
@@ -153,8 +160,12 @@ class Stream:
 def check(args: CommonArgs) -> None:
     """Raises UserError for arguments that a stream cannot follow."""
     if args.max_steps <= 0:
-        raise UserError("--dataset_streaming: a stream has no known end: say how long to train with --max_steps")
+        raise UserError(
+            "--dataset_streaming: a stream has no known end: say how long to train with --max_steps"
+        )
     if len(args.dataset_name) > 1 and args.dataset_weights is None:
-        raise UserError("--dataset_streaming: several sources of unknown size: their shares are --dataset_weights")
+        raise UserError(
+            "--dataset_streaming: several sources of unknown size: their shares are --dataset_weights"
+        )
     if args.curriculum_column:
         raise UserError("--dataset_streaming: no --curriculum_column: it needs all rows at hand")

@@ -26,7 +26,9 @@ def _read_csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     table = csv.DictReader((text for _, text in lines(path)), delimiter=delimiter, strict=True)
     for columns in table:
         if None in columns:
-            raise UserError(f"{path}:{table.line_num}: more fields than columns: {', '.join(table.fieldnames)}")
+            raise UserError(
+                f"{path}:{table.line_num}: more fields than columns: {', '.join(table.fieldnames)}"
+            )
         yield columns
 
 

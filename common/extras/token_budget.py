@@ -1,4 +1,5 @@
-"""--max_tokens_per_batch: micro-batches that are filled by tokens, and cost about the same on each process."""
+"""--max_tokens_per_batch: micro-batches that are filled by tokens, and cost about the same on each
+process."""
 
 from collections.abc import Sequence as SequenceOf
 import heapq
@@ -9,10 +10,12 @@ import numpy as np
 
 
 class Budget:
-    """Which examples each window of a run has; a window has `parts` micro-batches of up to max_tokens tokens."""
+    """Which examples each window of a run has; a window has `parts` micro-batches of up to max_tokens
+    tokens."""
 
     def __init__(self, train: Any, parts: int, max_tokens: int, end: int | None):
-        """train: see Windows; train.size(position) is read. end: the position at which the run ends; None: never."""
+        """train: see Windows; train.size(position) is read. end: the position at which the run ends; None:
+        never."""
         self.train, self.parts, self.max_tokens, self.end = train, parts, max_tokens, end
         self._borders = {0: 0}  # step -> position, as far as known
 
@@ -47,7 +50,9 @@ class Budget:
         while self.end is None or position < self.end:
             size = self.train.size(position)
             if size > self.max_tokens:
-                raise UserError(f"--max_tokens_per_batch {self.max_tokens}: one example alone has {size} tokens")
+                raise UserError(
+                    f"--max_tokens_per_batch {self.max_tokens}: one example alone has {size} tokens"
+                )
             if loads[0] + size > self.max_tokens:
                 break
             heapq.heapreplace(loads, loads[0] + size)
@@ -56,12 +61,14 @@ class Budget:
 
 
 def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[int]]:
-    """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal cost.
+    """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal
+    cost.
 
-    Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that processes work on
-    equal ones at the same time. Returns the indices of the examples in each part.
+    Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that
+    processes work on equal ones at the same time. Returns the indices of the examples in each part.
     """
-    # The cost of attention in a sequence of n tokens relative to everything else: n / 12 D, here for D = 1024.
+    # The cost of attention in a sequence of n tokens relative to everything else: n / 12 D, here for D =
+    # 1024.
     costs = [size + size * size / 12288 for size in sizes]
     dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
     # If that finds no room: in order, each to the emptiest one, which is how `_fill` made sure that they fit.
@@ -78,4 +85,6 @@ def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[in
             totals[k] += by[i]
         else:
             return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
-    raise UserError(f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches")
+    raise UserError(
+        f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches"
+    )

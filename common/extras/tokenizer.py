@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: int, field: str) -> "PreTrainedTokenizerFast":
-    """A tokenizer trained on the column `field` of the training sources (see train_bpe), cached for later runs.
+def train_tokenizer(
+    args: CommonArgs, accelerator: "Accelerator", vocab_size: int, field: str
+) -> "PreTrainedTokenizerFast":
+    """A tokenizer trained on the column `field` of the training sources (see train_bpe), cached for later
+    runs.
 
     Called on every process.
     """
@@ -30,7 +33,13 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
     rows = (row for source in sources for row, _ in read_rows(source))
     texts = (account.attempt(lambda row: as_text(row, field), row) for row in rows)
 
-    parts = [[identity(source) for source in sources], vocab_size, field, *versions(), file_hash(Path(__file__))]
+    parts = [
+        [identity(source) for source in sources],
+        vocab_size,
+        field,
+        *versions(),
+        file_hash(Path(__file__)),
+    ]
     folder = build_once(
         accelerator,
         Path(args.dataset_cache_dir, f"tokenizer-{digest(parts)}"),
@@ -43,7 +52,8 @@ def train_tokenizer(args: CommonArgs, accelerator: "Accelerator", vocab_size: in
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with single digits and the ChatML template.
+    """A byte-level BPE tokenizer (Sennrich et al. 2016, arXiv 1508.07909) with single digits and the ChatML
+    template.
 
     The texts are read once, and not kept. Raises UserError if the vocabulary has no room for all bytes.
     """
@@ -52,7 +62,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     if vocab_size < 256 + len(specials):
-        raise UserError(f"--vocab_size {vocab_size}: a byte-level tokenizer needs at least {256 + len(specials)}")
+        raise UserError(
+            f"--vocab_size {vocab_size}: a byte-level tokenizer needs at least {256 + len(specials)}"
+        )
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -78,7 +90,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast
 
     bpe.train_from_iterator(texts_and_roles(), trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|endoftext|>", pad_token="<|endoftext|>", additional_special_tokens=specials[1:]
+        tokenizer_object=bpe,
+        eos_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=specials[1:],
     )
     tokenizer.chat_template = read_chat_template("chatml")
     return tokenizer

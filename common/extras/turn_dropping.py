@@ -10,8 +10,8 @@ import numpy as np
 
 
 class ShortChats(Shuffled):
-    """Training data in which each chat ends after one of its earlier answers with some probability. The choice is a function
-    of (seed, epoch, example)."""
+    """Training data in which each chat ends after one of its earlier answers with some probability. The
+    choice is a function of (seed, epoch, example)."""
 
     def __init__(self, train: Shuffled, probability: float):
         """Raises UserError for a stream."""

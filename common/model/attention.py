@@ -1,14 +1,17 @@
-"""Attention within each sequence of a flat row: no padding between sequences, no mask over the row, no leakage.
+"""Attention within each sequence of a flat row: no padding between sequences, no mask over the row, no
+leakage.
 
-A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers' attention
-interface under the name "flat", without a mask function, so that nothing of size T x T ever exists. Sequences of similar
-length are gathered into one right-padded bucket and go through PyTorch's SDPA together: under a causal mask, no real token
-attends to padding on its right, so the bucket needs no mask either. On a GPU, in half precision, PyTorch's kernel for
-sequences of different lengths (varlen_attn) replaces the buckets.
+A flat row holds S sequences end to end, T tokens in all. The function here is registered with transformers'
+attention interface under the name "flat", without a mask function, so that nothing of size T x T ever exists.
+Sequences of similar length are gathered into one right-padded bucket and go through PyTorch's SDPA together:
+under a causal mask, no real token attends to padding on its right, so the bucket needs no mask either. On a
+GPU, in half precision, PyTorch's kernel for sequences of different lengths (varlen_attn) replaces the
+buckets.
 
-Sequences with a common prefix may share it: the row holds its tokens once. Written out in full, the sequences of such a row
-have F > T tokens, and `token_map` (F,) maps each of them to its token in the row. Keys and values are gathered for each
-sequence in full; its queries are only its own tokens, the last ones, under a mask for the bucket.
+Sequences with a common prefix may share it: the row holds its tokens once. Written out in full, the sequences
+of such a row have F > T tokens, and `token_map` (F,) maps each of them to its token in the row. Keys and
+values are gathered for each sequence in full; its queries are only its own tokens, the last ones, under a
+mask for the bucket.
 """
 
 from collections.abc import Sequence
@@ -33,10 +36,11 @@ MAX_OWN_TOKENS = 1024  # for a sequence with a shared prefix; with more, its mas
 
 
 def register() -> None:
-    """Register flat attention with transformers. Called when a model is wrapped, because importing transformers is slow.
+    """Register flat attention with transformers. Called when a model is wrapped, because importing
+    transformers is slow.
 
-    Without a mask function, transformers builds no mask, and does not look for sequence boundaries in the positions, which
-    would synchronise with the device in each pass.
+    Without a mask function, transformers builds no mask, and does not look for sequence boundaries in the
+    positions, which would synchronise with the device in each pass.
     """
     from transformers import AttentionInterface
 
@@ -54,13 +58,16 @@ class FlatRow:
     """How a flat row's tokens are gathered into buckets, and their outputs put back in row order."""
 
     buckets: list["Bucket"]
-    inverse: Tensor | None  # (T,) int64: the place of each token of the row in the buckets' output; None: in order
+    # (T,) int64: the place of each token of the row in the buckets' output; None: in order
+    inverse: Tensor | None
     shared: bool  # whether a token of the row may belong to several sequences
     is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
-    ragged: Any = None  # an extras.varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
+    # an extras.varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
+    ragged: Any = None
     lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
     token_map: np.ndarray | None = None  # see plan_flat_row
-    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)  # filled by extras/hybrids.py
+    # filled by extras/hybrids.py
+    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -68,13 +75,17 @@ class Bucket:
     """b sequences of similar length, right-padded by repeating a sequence's last token."""
 
     keys: Tensor  # (b, L) int64: tokens of the row
-    queries: Tensor  # (b, Lq) int64: the sequences' own tokens, their last ones; `keys` itself if nothing is shared
+    # (b, Lq) int64: the sequences' own tokens, their last ones; `keys` itself if nothing is shared
+    queries: Tensor
     first: Tensor | None = None  # (b,) int64: the position of the first query in its sequence; None: 0
-    masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = field(default_factory=dict)  # built once for all layers
+    # built once for all layers
+    masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = field(default_factory=dict)
 
-    def mask(self, window: int | None, dtype: torch.dtype, always: bool = False, sink: bool = False) -> Tensor | None:
-        """(b or 1, 1, Lq, L): -inf for later tokens and for those `window` or more before, else 0. With a `sink`, (..., L +
-        1): preceded by a column of 0.
+    def mask(
+        self, window: int | None, dtype: torch.dtype, always: bool = False, sink: bool = False
+    ) -> Tensor | None:
+        """(b or 1, 1, Lq, L): -inf for later tokens and for those `window` or more before, else 0. With a
+        `sink`, (..., L + 1): preceded by a column of 0.
 
         None if SDPA's own causal mask suffices, unless `always`.
         """
@@ -93,12 +104,14 @@ class Bucket:
         return self.masks[window, dtype, sink]
 
 
-def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.ndarray | None = None) -> FlatRow:
+def plan_flat_row(
+    lengths: Sequence[int], device: torch.device, token_map: np.ndarray | None = None
+) -> FlatRow:
     """Group sequences of the given lengths into buckets of similar lengths.
 
-    token_map: (F,) int64, maps each token of the sequences, end to end, to its token in the row; None: nothing is shared. A
-    sequence's own tokens are its last ones, and are in the row in the order of the sequences. Built once per row, on the
-    CPU, and used by every layer.
+    token_map: (F,) int64, maps each token of the sequences, end to end, to its token in the row; None:
+    nothing is shared. A sequence's own tokens are its last ones, and are in the row in the order of the
+    sequences. Built once per row, on the CPU, and used by every layer.
     """
     lengths = np.asarray(lengths)
     ends = lengths.cumsum()
@@ -117,7 +130,9 @@ def plan_flat_row(lengths: Sequence[int], device: torch.device, token_map: np.nd
         inverse[queries[real]] = filled + np.flatnonzero(real)
         filled += queries.size
         keys, before = tokens(last_tokens(lengths[group], ends[group])), lengths[group] - num_queries[group]
-        buckets.append(Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys))
+        buckets.append(
+            Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys)
+        )
     inverse = inverse if first is None else inverse[first]
 
     ragged = extra("varlen").plan(own, lengths, token_map, device) if capability(device) >= (8, 0) else None
@@ -175,19 +190,27 @@ def flat_attention(
     s_aux: Tensor | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence. query (1, H, T, Dh), key and value (1, Hkv, T, Dh) -> (1, T, H, Dh).
+    """Causal attention within each sequence. query (1, H, T, Dh), key and value (1, Hkv, T, Dh) -> (1, T, H,
+    Dh).
 
-    softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118). s_aux (H,): attention sinks, the score
-    of one extra key per head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises RuntimeError if the row's plan did not
-    reach the layer: without it sequences would attend to each other.
+    softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118). s_aux (H,): attention
+    sinks, the score of one extra key per head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises
+    RuntimeError if the row's plan did not reach the layer: without it sequences would attend to each other.
     """
     if flat_row is None or attention_mask is not None:
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, H, Dh); x[0] has a gradient of zeros to fill
+    # (T, H, Dh); x[0] has a gradient of zeros to fill
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     plain = softcap is None and s_aux is None and dropout == 0
     if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(q)) is not None:
         return flat_row.ragged.attend(*(x.to(dtype) for x in (q, k, v)), scaling, sliding_window)[None], None
-    settings = {"scale": scaling, "dropout": dropout, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    settings = {
+        "scale": scaling,
+        "dropout": dropout,
+        "window": sliding_window,
+        "softcap": softcap,
+        "sinks": s_aux,
+    }
     if flat_row.is_bucket:
         return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
     return _bucket_attention(q, k, v, flat_row, settings)[None], None
@@ -224,7 +247,9 @@ def _sdpa(
     mask = bucket.mask(window, v.dtype, sink=sink)
     if H != k.shape[1] and not _kernel_knows_groups(q, masked=mask is not None):
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1])
+    attend = partial(
+        F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1]
+    )
     if softcap is not None:
         attend = partial(_capped_attention, softcap=softcap, dropout=dropout, scale=scale)
     if mask is None and (_strips_pay(q) or softcap is not None):
@@ -232,9 +257,12 @@ def _sdpa(
         L, size, outputs = q.shape[2], _strip_size(q), []
         for start in range(0, L, size):
             own, seen = slice(start, start + size), slice(min(start + size, L) + sink)
-            outputs.append(attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]).transpose(1, 2))
+            outputs.append(
+                attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]).transpose(1, 2)
+            )
         out = torch.cat(outputs, 1)
-    elif mask is None and sink:  # the sink is the first key: with a query of its own, the mask is an ordinary causal one
+    # the sink is the first key: with a query of its own, the mask is an ordinary causal one
+    elif mask is None and sink:
         out = attend(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True).transpose(1, 2)[:, 1:]
     else:
         out = attend(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
@@ -244,8 +272,8 @@ def _sdpa(
 def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
     """Whether SDPA has a fast kernel for fewer key heads than query heads (b, H, L, Dh).
 
-    On CUDA only flash attention does (16 bits, no mask). Otherwise SDPA would fall back to the kernel that keeps L x L
-    scores.
+    On CUDA only flash attention does (16 bits, no mask). Otherwise SDPA would fall back to the kernel that
+    keeps L x L scores.
     """
     if q.device.type != "cuda":
         return True
@@ -255,8 +283,8 @@ def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values with an extra first key, which scores `sinks` (H,) and has the value 0.
 
-    It is the unit vector of a new dimension, in which other keys are 0 and queries hold their head's score. So any kernel
-    computes its gradient. Dh grows by 8, to suit the kernels.
+    It is the unit vector of a new dimension, in which other keys are 0 and queries hold their head's score.
+    So any kernel computes its gradient. Dh grows by 8, to suit the kernels.
     """
     D = q.shape[-1]
     score = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
@@ -277,7 +305,8 @@ def _capped_attention(
     dropout: float,
     is_causal: bool = False,
 ) -> Tensor:
-    """(b, H, Lq, Dh), (b, Hkv, L, Dh) twice, mask (b or 1, 1, Lq, L) -> (b, H, Lq, Dh), with scores computed in full."""
+    """(b, H, Lq, Dh), (b, Hkv, L, Dh) twice, mask (b or 1, 1, Lq, L) -> (b, H, Lq, Dh), with scores computed
+    in full."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     g = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(g, 1) if g > 1 else x for x in (k, v))
@@ -296,7 +325,8 @@ def _strips_pay(q: Tensor) -> bool:
 
 
 def _strip_size(q: Tensor) -> int:
-    """Queries per strip: large for few kernel launches on a GPU, and constant for one graph under compilation."""
+    """Queries per strip: large for few kernel launches on a GPU, and constant for one graph under
+    compilation."""
     if torch.compiler.is_compiling():
         return q.shape[2]
     return STRIP if q.device.type == "cpu" else 8 * STRIP
@@ -305,15 +335,17 @@ def _strip_size(q: Tensor) -> int:
 class Gather(torch.autograd.Function):
     """Gathers the row (T, ...) into each bucket's tokens (b L, ...), padding included.
 
-    No real token attends to padding, and the output at padding is dropped, so its gradient is 0. Hence, if each token of the
-    row has one place in the buckets, its gradient is gathered from there rather than scatter-added into zeros. For queries
-    that always holds: the output of one place is kept.
+    No real token attends to padding, and the output at padding is dropped, so its gradient is 0. Hence, if
+    each token of the row has one place in the buckets, its gradient is gathered from there rather than
+    scatter-added into zeros. For queries that always holds: the output of one place is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buckets: list[Tensor], inverse: Tensor | None, several: bool) -> tuple[Tensor, ...]:
-        """buckets: the token at each place. inverse (T,): the place of each token. several: a token may have more than
-        one."""
+    def forward(
+        ctx: Any, x: Tensor, buckets: list[Tensor], inverse: Tensor | None, several: bool
+    ) -> tuple[Tensor, ...]:
+        """buckets: the token at each place. inverse (T,): the place of each token. several: a token may have
+        more than one."""
         ctx.buckets, ctx.inverse, ctx.several, ctx.T = buckets, inverse, several, len(x)
         return tuple(x.index_select(0, index.view(-1)) for index in buckets)
 

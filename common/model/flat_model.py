@@ -1,7 +1,8 @@
-"""A language model called on a flat batch for per-token log-probabilities, and helpers for its parts and figures.
+"""A language model called on a flat batch for per-token log-probabilities, and helpers for its parts and
+figures.
 
-All four scripts call a model for training through `FlatModel`. It runs the body of any causal language model on the flat
-row, and applies the LM head (lm_head.py) only at the trained positions.
+All four scripts call a model for training through `FlatModel`. It runs the body of any causal language model
+on the flat row, and applies the LM head (lm_head.py) only at the trained positions.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,20 +24,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's own cache, with
-# the attribute in which RecurrentGemma's modules keep a state.
+# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's
+# own cache, with the attribute in which RecurrentGemma's modules keep a state.
 KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
 
 class Output(NamedTuple):
-    """The output of a FlatModel for a flat row of T tokens; None for what was not requested. With nll_weights only `nll` has
-    a gradient, and entropy and correct come for free.
+    """The output of a FlatModel for a flat row of T tokens; None for what was not requested. With nll_weights
+    only `nll` has a gradient, and entropy and correct come for free.
 
     A NamedTuple, because FSDP2 and Accelerate look for tensors in a model's return value.
     """
 
-    logps: Tensor  # (T,) float32: log p(token t | tokens before it in its sequence) of each target; 0 elsewhere
-    entropy: Tensor | None = None  # (T,) float32, in nats: of the distribution that predicts each target; 0 elsewhere
+    # (T,) float32: log p(token t | tokens before it in its sequence) of each target; 0 elsewhere
+    logps: Tensor
+    # (T,) float32, in nats: of the distribution that predicts each target; 0 elsewhere
+    entropy: Tensor | None = None
     correct: Tensor | None = None  # (T,) float32: 1 if the target is the most probable token; no gradient
     nll: Tensor | None = None  # (): -Σ nll_weights[t] · logps[t]
     hidden: Tensor | None = None  # (T, D): the input of the LM head
@@ -55,30 +58,34 @@ class _States(NamedTuple):
 
 
 class FlatModel(nn.Module):
-    """A causal language model that is called on flat batches (see collators.flat_batch) and returns an `Output`.
+    """A causal language model that is called on flat batches (see collators.flat_batch) and returns an
+    `Output`.
 
-    Architectures whose layers carry a state along the row, or whose attention cannot be replaced, run on a padded batch
-    instead (`padded`); the result is the same.
+    Architectures whose layers carry a state along the row, or whose attention cannot be replaced, run on a
+    padded batch instead (`padded`); the result is the same.
     """
 
     def __init__(self, lm: nn.Module, *, padded: bool = False):
         """lm: a transformers causal language model, or peft's wrapper of one."""
         super().__init__()
         self.lm = lm
-        self.extra = nn.ModuleDict()  # a script's own modules, added before `make_optimizer` and `run.prepare`
+        # a script's own modules, added before `make_optimizer` and `run.prepare`
+        self.extra = nn.ModuleDict()
         self.padded = padded
         self.hybrid: Any = extra("hybrids").Hybrid(lm) if is_hybrid(lm) else None
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
-        self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)  # read by FSDP's wrapping policy
+        # read by FSDP's wrapping policy
+        self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)
 
     @property
     def config(self) -> "PreTrainedConfig":
         return self.lm.config
 
     def train(self, mode: bool = True) -> "FlatModel":
-        """As for any module, except that if dropout is disabled only recomputed blocks enter training mode."""
+        """As for any module, except that if dropout is disabled only recomputed blocks enter training
+        mode."""
         super().train(mode)
         if self.draws_nothing:
             for module in self.lm.modules():
@@ -103,26 +110,35 @@ class FlatModel(nn.Module):
     ) -> Output:
         """Log-probabilities of a batch's targets, and whatever else is requested.
 
-        batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,), token_map. temperature:
-        divides the logits, as it did when the tokens were sampled. nll_weights (T,): out.nll is cheaper than the same sum
-        over logps, because its gradient is computed together with the logits (see lm_head.weighted_nll). logps and entropy,
-        which then come for free, have no gradient. entropy: also return entropy and correct; the entropy has a gradient only
-        with entropy_grad. hidden: also return the hidden states. map_logits: f(logits (n, V) float32, rows (n,) int64) ->
-        (n, ...), called on one chunk of targets at a time and again in the backward pass, so that the full logits (N, V)
-        never exist unless f returns them. logits[i], divided by the temperature, predicts token rows[i] of the flat row. The
-        result has a gradient, also together with nll_weights. extra: names of modules in `self.extra` to call on the hidden
-        states (T, D).
+        batch: input_ids (1, T), position_ids (1, T), lengths (S ints), targets and previous (N,), token_map.
+        temperature: divides the logits, as it did when the tokens were sampled. nll_weights (T,): out.nll is
+        cheaper than the same sum over logps, because its gradient is computed together with the logits (see
+        lm_head.weighted_nll). logps and entropy, which then come for free, have no gradient. entropy: also
+        return entropy and correct; the entropy has a gradient only with entropy_grad. hidden: also return the
+        hidden states. map_logits: f(logits (n, V) float32, rows (n,) int64) -> (n, ...), called on one chunk
+        of targets at a time and again in the backward pass, so that the full logits (N, V) never exist unless
+        f returns them. logits[i], divided by the temperature, predicts token rows[i] of the flat row. The
+        result has a gradient, also together with nll_weights. extra: names of modules in `self.extra` to call
+        on the hidden states (T, D).
 
-        In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a value without
-        gradient is an error. Raises ValueError for nll_weights of another length, or that (or a temperature that) require a
-        gradient; UserError for a sequence longer than the model's positions.
+        In a filler (flat_batch) logps, entropy, correct, nll and mapped are 0. A backward pass through a
+        value without gradient is an error. Raises ValueError for nll_weights of another length, or that (or a
+        temperature that) require a gradient; UserError for a sequence longer than the model's positions.
         """
         if any(getattr(value, "requires_grad", False) for value in (nll_weights, temperature)):
-            raise ValueError("nll_weights and temperature get no gradient here: weigh out.logps, or divide in map_logits")
+            raise ValueError(
+                "nll_weights and temperature get no gradient here: weigh out.logps, or divide in map_logits"
+            )
         if nll_weights is not None and nll_weights.shape != batch["input_ids"].shape[1:]:
-            raise ValueError(f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens")
+            raise ValueError(
+                f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens"
+            )
         check_positions(self, max(batch["lengths"]))
-        watched = self.experts is not None and self.experts.watches and (torch.is_grad_enabled() or self.experts.counting)
+        watched = (
+            self.experts is not None
+            and self.experts.watches
+            and (torch.is_grad_enabled() or self.experts.counting)
+        )
         states, predicting, routers, chosen = self._run_body(batch, watched)
         aux_loss = self.experts.add(batch, routers, chosen) if watched else 0.0
         if watched and self.experts.counting:
@@ -133,10 +149,14 @@ class FlatModel(nn.Module):
         counts = batch["loss_mask"][targets]  # (N,) 1; 0 if a row without a trained token scores one anyway
         nll = mapped = None
         if nll_weights is not None:
-            nll, scores = lm_head.weighted_nll(*predicting, tokens, nll_weights[targets] * counts, temperature)
+            nll, scores = lm_head.weighted_nll(
+                *predicting, tokens, nll_weights[targets] * counts, temperature
+            )
         else:
             entropy = entropy or entropy_grad
-            scores = lm_head.log_probs(*predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad)
+            scores = lm_head.log_probs(
+                *predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad
+            )
         rows = [s.new_zeros(len(states)).index_put((targets,), s * counts) for s in scores]
         logps, entropies, correct = rows if len(rows) == 3 else (rows[0], None, None)
         if torch.is_grad_enabled():
@@ -168,19 +188,22 @@ class FlatModel(nn.Module):
         return self._run_body(batch).hidden
 
     def predicting(self, batch: Batch) -> Tensor:
-        """The hidden states that predict the targets, in their order, (N, D). Raises UserError as a call does."""
+        """The hidden states that predict the targets, in their order, (N, D). Raises UserError as a call
+        does."""
         check_positions(self, max(batch["lengths"]))
         return self._run_body(batch).predicting
 
     def _run_body(self, batch: Batch, watched: bool = False) -> "_States":
         """watched: with the routing of a mixture of experts."""
-        options: dict[str, Any] = {"use_cache": False}  # a cache or any attention_mask would let sequences see each other
+        # a cache or any attention_mask would let sequences see each other
+        options: dict[str, Any] = {"use_cache": False}
         if watched:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
         longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
-            batch, first = extra("hybrids").written_out(batch)  # a shared prefix has different states in each sequence
+            # a shared prefix has different states in each sequence
+            batch, first = extra("hybrids").written_out(batch)
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if watched else contextlib.nullcontext([])
         with listening as chosen:
@@ -192,16 +215,28 @@ class FlatModel(nn.Module):
         if not watched:
             return _States(hidden, predicting)
         layers = len(chosen) // len(outputs)  # of each call
-        parts = zip(*(out.router_logits for out in outputs), strict=True), (chosen[i::layers] for i in range(layers))
+        parts = (
+            zip(*(out.router_logits for out in outputs), strict=True),
+            (chosen[i::layers] for i in range(layers)),
+        )
         routers, chosen = ([to_row(x) if first is None else to_row(x)[first] for x in each] for each in parts)
         return _States(hidden, predicting, tuple(routers), chosen)
 
-    def _call_flat(self, batch: Batch, options: dict[str, Any]) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
-        """The outputs of transformers' model, here one, and a function that brings a tensor of each to shape (T, ...)."""
+    def _call_flat(
+        self, batch: Batch, options: dict[str, Any]
+    ) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
+        """The outputs of transformers' model, here one, and a function that brings a tensor of each to shape
+        (T, ...)."""
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
-        inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "flat_row": flat_row}
+        inputs = {
+            "input_ids": batch["input_ids"],
+            "position_ids": batch["position_ids"],
+            "flat_row": flat_row,
+        }
         with self.calling(batch["lengths"], flat_row):
-            return [body(self.lm)(**inputs, **options)], lambda parts: parts[0].reshape(-1, parts[0].shape[-1])
+            return [body(self.lm)(**inputs, **options)], lambda parts: parts[0].reshape(
+                -1, parts[0].shape[-1]
+            )
 
     def calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
         """Context in which layers that look at the whole input know its sequences."""
@@ -223,7 +258,8 @@ class _WithoutGradient(torch.autograd.Function):
 
 
 def without_gradient(values: Tensor, anchor: Tensor, why: str) -> Tensor:
-    """The values, changed so that a backward pass through them raises RuntimeError(why) instead of silently ignoring them.
+    """The values, changed so that a backward pass through them raises RuntimeError(why) instead of silently
+    ignoring them.
 
     anchor: a tensor of the graph; if it requires no gradient, neither do the values.
     """
@@ -235,18 +271,22 @@ def num_positions(model: FlatModel) -> float:
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if most is not None and rope.get("rope_type") == "dynamic":  # its limit is the original length, which it stretches
+    # its limit is the original length, which it stretches
+    if most is not None and rope.get("rope_type") == "dynamic":
         most = int(most * rope.get("factor", 1.0))
     return math.inf if most is None else most
 
 
 def check_positions(model: FlatModel, longest: int, limits: str = "the length limits") -> None:
-    """Raise UserError if the longest sequence exceeds the model's positions. limits: the flags that limit lengths."""
+    """Raise UserError if the longest sequence exceeds the model's positions. limits: the flags that limit
+    lengths."""
     if longest > (most := num_positions(model)):
-        raise UserError(f"a sequence may have {longest} tokens, the model has {most} positions: lower {limits}")
+        raise UserError(
+            f"a sequence may have {longest} tokens, the model has {most} positions: lower {limits}"
+        )
 
 
-# --- the parts of a transformers model ------------------------------------------------------------------------------
+# --- the parts of a transformers model ----------------------------------------------------------------------
 
 
 def base_lm(lm: nn.Module) -> nn.Module:
@@ -261,8 +301,11 @@ def names_in_code(cls: type) -> set[str]:
 
 
 def is_hybrid(lm: nn.Module) -> bool:
-    """Whether a layer carries a state along its input, or the positions depend on its length: see extras/hybrids.py."""
-    if any(names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}):
+    """Whether a layer carries a state along its input, or the positions depend on its length: see
+    extras/hybrids.py."""
+    if any(
+        names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}
+    ):
         return True
     kinds = [str(getattr(module, "rope_type", "")) for module in lm.modules()]
     return any("dynamic" in kind or "longrope" in kind for kind in kinds)
@@ -282,7 +325,9 @@ def routes_tokens(lm: nn.Module) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 or ZeRO-3 shards the weights."""
-    return any(hasattr(m, "unshard") for m in model.modules()) or any(hasattr(p, "ds_id") for p in model.parameters())
+    return any(hasattr(m, "unshard") for m in model.modules()) or any(
+        hasattr(p, "ds_id") for p in model.parameters()
+    )
 
 
 def _zero_rates(owner: Any) -> None:
@@ -292,11 +337,11 @@ def _zero_rates(owner: Any) -> None:
 
 
 def disable_dropout(model: FlatModel) -> FlatModel:
-    """Disable everything random in training mode: preference and policy losses compare log-probabilities, and randomness
-    adds noise to them.
+    """Disable everything random in training mode: preference and policy losses compare log-probabilities, and
+    randomness adds noise to them.
 
-    Takes modules out of training mode (all forms of dropout, the random routing of some experts). Blocks that stay in it
-    because they are recomputed get rates of 0.
+    Takes modules out of training mode (all forms of dropout, the random routing of some experts). Blocks that
+    stay in it because they are recomputed get rates of 0.
     """
     for module in model.lm.modules():
         if isinstance(module, nn.Dropout):
@@ -311,7 +356,7 @@ def is_quantised(lm: nn.Module) -> bool:
     return getattr(base_lm(lm), "is_quantized", False)
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- figures ------------------------------------------------------------------------------------------------
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -1,8 +1,9 @@
-"""The arithmetic of the LM head (lm_head.py), in chunks of logits: log-probabilities, and the gradient of a weighted sum.
+"""The arithmetic of the LM head (lm_head.py), in chunks of logits: log-probabilities, and the gradient of a
+weighted sum.
 
-A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the softmax denominator are folded into the
-(n, D) factors of the matrix products, and the chunk of logits is overwritten by `exp(logits - largest)`, minus the
-denominator at the token.
+A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the softmax denominator are
+folded into the (n, D) factors of the matrix products, and the chunk of logits is overwritten by `exp(logits -
+largest)`, minus the denominator at the token.
 
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
@@ -16,22 +17,26 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits per chunk, and the minimum number of rows: matrix products with fewer are slow. Each chunk also passes over the
-# gradient of the head: a large GPU takes more, up to MOST_ELEMENTS, in float32 a hundredth of its memory at most.
+# Logits per chunk, and the minimum number of rows: matrix products with fewer are slow. Each chunk also
+# passes over the gradient of the head: a large GPU takes more, up to MOST_ELEMENTS, in float32 a hundredth of
+# its memory at most.
 HEAD_CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 MOST_ELEMENTS = 2**28
 HEAD_CHUNK_ROWS = {"cpu": 256, "cuda": 256}
 # Elementwise operations take this many at a time, and as much extra memory: they fit into a CPU's cache.
 BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-# Row stride of the 16-bit logits, in elements: CUDA's fast matrix products need rows aligned to 16 bytes, which an odd
-# vocabulary size (GPT-2's 50,257) prevents. The float32 ones, read by elementwise operations, stay dense.
+# Row stride of the 16-bit logits, in elements: CUDA's fast matrix products need rows aligned to 16 bytes,
+# which an odd vocabulary size (GPT-2's 50,257) prevents. The float32 ones, read by elementwise operations,
+# stay dense.
 ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
-# The vocabulary from which compiling the softmax pays: it takes seconds, and then a quarter of the passes over memory.
+# The vocabulary from which compiling the softmax pays: it takes seconds, and then a quarter of the passes
+# over memory.
 COMPILED_FROM = {"cpu": 2**62, "cuda": 2**15}
 
 
 class LogitTransform(NamedTuple):
-    """A model's transform of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale · x`."""
+    """A model's transform of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale ·
+    x`."""
 
     scale: float
     cap: float | None
@@ -50,7 +55,7 @@ def of_device(table: dict[str, int], device: torch.device) -> int:
     return table.get(device.type, table["cpu"])
 
 
-# --- a chunk --------------------------------------------------------------------------------------------------------
+# --- a chunk ------------------------------------------------------------------------------------------------
 
 
 class _Chunks:
@@ -63,7 +68,8 @@ class _Chunks:
         self.product = None
 
     def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Yield for each chunk its rows, hidden states (n, D) and logits (n, V); the next chunk overwrites the logits."""
+        """Yield for each chunk its rows, hidden states (n, D) and logits (n, V); the next chunk overwrites
+        the logits."""
         rows = max(1, min(rows, len(hidden)))
         V, multiple = self.weight.shape[0], of_device(ROW_MULTIPLE, hidden.device)
         exact = hidden.new_empty(rows, V, dtype=self.exact)
@@ -86,19 +92,22 @@ class _Chunks:
     def softmax(
         self, logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`_softmax_` of the current logits, compiled where that pays and works: its scores and factor, and with gradient
-        the rest of the derivative (n, V), in the dtype of the matrix products."""
+        """`_softmax_` of the current logits, compiled where that pays and works: its scores and factor, and
+        with gradient the rest of the derivative (n, V), in the dtype of the matrix products."""
         normalize = self.dtype == torch.float16
         if self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
             derivative = self.product[: len(logits)] if gradient else None
             found = extra("compiled_head").softmax(derivative, logits, tokens, transform, normalize)
             if found is not None:
                 return *found, derivative
-        scores, factor = _softmax_(logits, tokens, transform, stats=stats, gradient=gradient, normalize=normalize)
+        scores, factor = _softmax_(
+            logits, tokens, transform, stats=stats, gradient=gradient, normalize=normalize
+        )
         return scores, factor, self.rounded(logits) if gradient else None
 
     def rounded(self, gradient: Tensor) -> Tensor:
-        """The gradient of the current logits in the dtype of the matrix products, in the buffer of their product."""
+        """The gradient of the current logits in the dtype of the matrix products, in the buffer of their
+        product."""
         return gradient if self.dtype == self.exact else self.product[: len(gradient)].copy_(gradient)
 
     def backward(
@@ -110,8 +119,8 @@ class _Chunks:
         d_weight: Tensor | None,
         d_bias: Tensor | None,
     ) -> None:
-        """Send `factor[:, None] * gradient`, (n, V), through the matrix product: sets d_hidden (n, D), adds to the
-        others."""
+        """Send `factor[:, None] * gradient`, (n, V), through the matrix product: sets d_hidden (n, D), adds
+        to the others."""
         if d_hidden is not None:
             torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden)
         if d_weight is not None:
@@ -134,12 +143,19 @@ def _blocks(logits: Tensor) -> list[slice]:
 
 
 def _softmax_(
-    logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool, normalize: bool = False
+    logits: Tensor,
+    tokens: Tensor,
+    transform: LogitTransform,
+    *,
+    stats: bool,
+    gradient: bool,
+    normalize: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The scores of tokens (n,) from a chunk of raw logits (n, V), which it overwrites.
 
-    Returns logps, entropy and correct (3, n), the last two zero without stats, and factor (n,). Afterwards, with gradient,
-    the derivative of logps by the logits is `factor[:, None] * logits`; with normalize, no logit is above 1.
+    Returns logps, entropy and correct (3, n), the last two zero without stats, and factor (n,). Afterwards,
+    with gradient, the derivative of logps by the logits is `factor[:, None] * logits`; with normalize, no
+    logit is above 1.
     """
     scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
     for rows in _blocks(logits):
@@ -170,14 +186,21 @@ def _softmax_(
 def _entropy_gradient_(
     logits: Tensor, tokens: Tensor, transform: LogitTransform, d_logps: Tensor, d_entropy: Tensor
 ) -> None:
-    """Overwrite logits (n, V) with the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the scale."""
+    """Overwrite logits (n, V) with the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the
+    scale."""
     for rows in _blocks(logits):
-        block, index, by_logp, by_entropy = logits[rows], tokens[rows, None], d_logps[rows, None], d_entropy[rows, None]
+        block, index, by_logp, by_entropy = (
+            logits[rows],
+            tokens[rows, None],
+            d_logps[rows, None],
+            d_entropy[rows, None],
+        )
         derivative = apply_(transform, block, gradient=True)
         block.sub_(block.logsumexp(-1, keepdim=True))
         p = block.exp()
         entropy = -(p * block).sum(-1, keepdim=True)
-        block.add_(entropy).mul_(by_entropy).add_(by_logp).mul_(p).neg_()  # -p · (d_logps + d_entropy · (log p + entropy))
+        # -p · (d_logps + d_entropy · (log p + entropy))
+        block.add_(entropy).mul_(by_entropy).add_(by_logp).mul_(p).neg_()
         block.scatter_add_(-1, index, by_logp)
         if derivative is not None:
             block.mul_(derivative)
@@ -195,11 +218,12 @@ def apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor 
     return derivative
 
 
-# --- the gradients --------------------------------------------------------------------------------------------------
+# --- the gradients ------------------------------------------------------------------------------------------
 
 
 class WeightedNLL(torch.autograd.Function):
-    """See `weighted_nll`. The gradients are complete except for the backward pass's factor; the head's is float32."""
+    """See `weighted_nll`. The gradients are complete except for the backward pass's factor; the head's is
+    float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, tokens, weights, transform, rows):
@@ -222,14 +246,17 @@ class WeightedNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss, *_):
         if ctx.gradients is None:
-            raise RuntimeError("the loss of weighted_nll can be sent backward only once: its gradients are scaled in place")
+            raise RuntimeError(
+                "the loss of weighted_nll can be sent backward only once: its gradients are scaled in place"
+            )
         d_hidden, d_weight, d_bias = (None if g is None else g.mul_(d_loss) for g in ctx.gradients)
         ctx.gradients = None
         return d_hidden, d_weight, d_bias, None, None, None, None
 
 
 class LogProbs(torch.autograd.Function):
-    """See `log_probs`. The backward pass receives one number per token, a factor of its row in all gradients."""
+    """See `log_probs`. The backward pass receives one number per token, a factor of its row in all
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, tokens, transform, rows, grad, stats, entropy_grad):
@@ -237,7 +264,12 @@ class LogProbs(torch.autograd.Function):
         ctx.dtype, ctx.transform, ctx.rows, ctx.entropy_grad = chunks.dtype, transform, rows, entropy_grad
         ctx.d_hidden = ctx.one_chunk = None
         trains_head = any(ctx.needs_input_grad[1:3])
-        at_once = grad and any(ctx.needs_input_grad) and not entropy_grad and (not trains_head or len(hidden) <= rows)
+        at_once = (
+            grad
+            and any(ctx.needs_input_grad)
+            and not entropy_grad
+            and (not trains_head or len(hidden) <= rows)
+        )
         if at_once and not trains_head:
             ctx.d_hidden = torch.empty_like(hidden)
         scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
@@ -266,7 +298,9 @@ class LogProbs(torch.autograd.Function):
         d_hidden, d_weight, d_bias = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
 
         def pass_on(chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor) -> None:
-            chunks.backward(h, gradient, factor, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias)
+            chunks.backward(
+                h, gradient, factor, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias
+            )
 
         with torch.autocast(hidden.device.type, enabled=False):
             if ctx.one_chunk is not None:
@@ -276,16 +310,24 @@ class LogProbs(torch.autograd.Function):
             for chunk, h, logits in chunks.logits(hidden, ctx.rows):
                 if ctx.entropy_grad:
                     _entropy_gradient_(logits, tokens[chunk], ctx.transform, d_logps[chunk], d_entropy[chunk])
-                    factor, gradient = torch.full_like(d_logps[chunk], ctx.transform.scale), chunks.rounded(logits)
+                    factor, gradient = (
+                        torch.full_like(d_logps[chunk], ctx.transform.scale),
+                        chunks.rounded(logits),
+                    )
                 else:
-                    _, factor, gradient = chunks.softmax(logits, tokens[chunk], ctx.transform, stats=False, gradient=True)
+                    _, factor, gradient = chunks.softmax(
+                        logits, tokens[chunk], ctx.transform, stats=False, gradient=True
+                    )
                     factor = factor * d_logps[chunk]
                 pass_on(chunk, h, gradient, factor)
         return d_hidden, d_weight, d_bias, *[None] * 6
 
 
-def _empty_gradients(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple:
-    """Buffers for the requested gradients of (hidden, weight, bias); the last two are zeros of the given dtype."""
+def _empty_gradients(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple:
+    """Buffers for the requested gradients of (hidden, weight, bias); the last two are zeros of the given
+    dtype."""
     wanted = ctx.needs_input_grad
     return (
         torch.empty_like(hidden) if wanted[0] else None,

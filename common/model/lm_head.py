@@ -1,12 +1,14 @@
-"""The LM head: hidden states of the trained positions -> log-probabilities of their tokens, a chunk of logits at a time.
+"""The LM head: hidden states of the trained positions -> log-probabilities of their tokens, a chunk of logits
+at a time.
 
-The full logits (N, V) never exist. With hidden size D, full logits cost 6·N·D·V operations: one matrix product each for the
-logits, the gradient of the hidden states and the gradient of the head. The cost in chunks depends on what is known when:
+The full logits (N, V) never exist. With hidden size D, full logits cost 6·N·D·V operations: one matrix
+product each for the logits, the gradient of the hidden states and the gradient of the head. The cost in
+chunks depends on what is known when:
 
-- `weighted_nll`: the tokens' weights are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log p_t` is
-  computed together with the logits, chunk by chunk: 6·N·D·V.
-- `log_probs`: the gradient of the log-probabilities is known only in the backward pass (DPO, GRPO). The logits of more than
-  one chunk are computed twice: 8·N·D·V.
+- `weighted_nll`: the tokens' weights are known before the call (pretrain, SFT). The gradient of `-Σ w_t · log
+  p_t` is computed together with the logits, chunk by chunk: 6·N·D·V.
+- `log_probs`: the gradient of the log-probabilities is known only in the backward pass (DPO, GRPO). The
+  logits of more than one chunk are computed twice: 8·N·D·V.
 - With a frozen head (LoRA) both compute the gradient at once: 4·N·D·V.
 
 The arithmetic is in fused_head.py. `map_logits` passes the logits themselves, in chunks, to any function.
@@ -24,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 def logits_of(inner: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits (N, V) of a transformers model's LM head for hidden states (N, D), transformed as the model does."""
+    """Logits (N, V) of a transformers model's LM head for hidden states (N, D), transformed as the model
+    does."""
     return _apply(_logit_transform(inner), inner.get_output_embeddings()(hidden))
 
 
@@ -39,9 +42,9 @@ def log_probs(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities of tokens, from the hidden states that predict them.
 
-    inner: the transformers model; hidden (N, D), tokens (N,) int64; temperature divides the logits. Returns float32 (N,)
-    each: logps and, with entropy, each distribution's entropy in nats, and 1 if the token is the most probable one, else 0.
-    Gradients flow through logps, and with entropy_grad through the entropy.
+    inner: the transformers model; hidden (N, D), tokens (N,) int64; temperature divides the logits. Returns
+    float32 (N,) each: logps and, with entropy, each distribution's entropy in nats, and 1 if the token is the
+    most probable one, else 0. Gradients flow through logps, and with entropy_grad through the entropy.
     """
     transform = _logit_transform(inner, temperature)
     linear = _plain_linear(inner)
@@ -59,7 +62,8 @@ def log_probs(
         logps = chosen - normalizer
         if not entropy:
             return (logps,)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):  # otherwise nothing is saved for it
+        # otherwise nothing is saved for it
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
             entropies = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
         return logps, entropies, (chosen >= logits.amax(-1)).float()
 
@@ -67,13 +71,17 @@ def log_probs(
 
 
 def map_logits(
-    inner: nn.Module, hidden: Tensor, rows: Tensor, function: Callable[[Tensor, Tensor], Tensor], temperature: float = 1.0
+    inner: nn.Module,
+    hidden: Tensor,
+    rows: Tensor,
+    function: Callable[[Tensor, Tensor], Tensor],
+    temperature: float = 1.0,
 ) -> Tensor:
-    """Apply function(logits (n, V) float32, rows (n,)) -> (n, ...) chunk by chunk; returns the results concatenated, (N,
-    ...).
+    """Apply function(logits (n, V) float32, rows (n,)) -> (n, ...) chunk by chunk; returns the results
+    concatenated, (N, ...).
 
-    hidden (N, D), rows (N,) int64, one or more values per position; temperature divides the logits. Each chunk is recomputed
-    in the backward pass, so that only one chunk's logits exist at a time.
+    hidden (N, D), rows (N,) int64, one or more values per position; temperature divides the logits. Each
+    chunk is recomputed in the backward pass, so that only one chunk's logits exist at a time.
     """
     transform = _logit_transform(inner, temperature)
 
@@ -81,14 +89,17 @@ def map_logits(
         made = function(_apply(transform, inner.get_output_embeddings()(h).float()), r)
         if not isinstance(made, Tensor) or not made.dim() or len(made) != len(r):
             found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-            raise ValueError(f"map_logits gave {found} for {len(r)} rows of logits; expected a tensor ({len(r)}, ...)")
+            raise ValueError(
+                f"map_logits gave {found} for {len(r)} rows of logits; expected a tensor ({len(r)}, ...)"
+            )
         return (made,)
 
     return _in_chunks(inner, map_chunk, hidden, rows, random=True)[0]
 
 
 def _rows_at_once(inner: nn.Module, hidden: Tensor) -> int:
-    return chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)  # ZeRO-3 hides the weight's shape
+    # ZeRO-3 hides the weight's shape
+    return chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)
 
 
 def _in_chunks(
@@ -98,8 +109,8 @@ def _in_chunks(
     other: Tensor,
     random: bool = False,
 ) -> tuple[Tensor, ...]:
-    """function(hidden, other) in chunks of rows. If there are several, each is recomputed in the backward pass, with the
-    same random numbers if the function may be `random`."""
+    """function(hidden, other) in chunks of rows. If there are several, each is recomputed in the backward
+    pass, with the same random numbers if the function may be `random`."""
     rows = _rows_at_once(inner, hidden)
     # Under ZeRO-3 each call of the head gathers it: the number of calls must be the same on every process.
     if len(hidden) <= rows or hasattr(weight_of(inner.get_output_embeddings()), "ds_id"):
@@ -116,32 +127,37 @@ def weighted_nll(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """`-Σ w_t · log p_t`, with the gradient computed in this call if that saves work.
 
-    As `log_probs`, with weights (N,) float32, which get no gradient. Returns the loss (), and logps, entropy and correct,
-    (N,) each, without gradient. The loss supports one backward pass.
+    As `log_probs`, with weights (N,) float32, which get no gradient. Returns the loss (), and logps, entropy
+    and correct, (N,) each, without gradient. The loss supports one backward pass.
     """
     linear = _plain_linear(inner)
-    # float16 waits for the backward pass, where the gradient includes the loss scale that keeps it in float16's range.
+    # float16 waits for the backward pass, where the gradient includes the loss scale that keeps it in
+    # float16's range.
     if linear is not None and linear.weight.requires_grad and torch.is_grad_enabled():
         if compute_dtype(linear.weight) != torch.float16:
             rows = chunk_rows(hidden.device, linear.weight.shape[0])
             transform = _logit_transform(inner, temperature)
-            loss, *scores = WeightedNLL.apply(hidden, linear.weight, linear.bias, tokens, weights, transform, rows)
+            loss, *scores = WeightedNLL.apply(
+                hidden, linear.weight, linear.bias, tokens, weights, transform, rows
+            )
             return loss, tuple(scores)
     logps, entropy, correct = log_probs(inner, hidden, tokens, temperature, entropy=True)
     return -(weights * logps).sum(), (logps.detach(), entropy.detach(), correct)
 
 
-# --- the head of a model --------------------------------------------------------------------------------------------
+# --- the head of a model ------------------------------------------------------------------------------------
 
 
 def _logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransform:
     config, scale = inner.config.get_text_config(), 1.0
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
         scale *= getattr(config, name, None) or 1.0
-    for name in ("logits_scaling", "logits_mup_width_multiplier"):  # Granite, Inkling; HyperCLOVA X multiplies
+    # Granite, Inkling; HyperCLOVA X multiplies
+    for name in ("logits_scaling", "logits_mup_width_multiplier"):
         factor = getattr(config, name, None) or 1.0
         scale = scale * factor if config.model_type.startswith("hyperclovax") else scale / factor
-    caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"  # Gemma, RecurrentGemma, xLSTM
+    # Gemma, RecurrentGemma, xLSTM
+    caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
     cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
     return LogitTransform(scale / temperature, cap and cap / temperature)
 
@@ -153,12 +169,14 @@ def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
 
 
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight of an embedding or a head, without the rows that peft trains (merging them would make a copy)."""
+    """The weight of an embedding or a head, without the rows that peft trains (merging them would make a
+    copy)."""
     return getattr(getattr(module, "token_adapter", None), "base_layer", module).weight
 
 
 def _plain_linear(inner: nn.Module) -> nn.Linear | None:
-    """The head if it is a plain matrix: not adapted, quantised, sharded (DTensor, ZeRO-3) or hooked; else None."""
+    """The head if it is a plain matrix: not adapted, quantised, sharded (DTensor, ZeRO-3) or hooked; else
+    None."""
     module = inner.get_output_embeddings()
     if type(module) is not nn.Linear or type(module.weight) not in (Tensor, nn.Parameter):
         return None

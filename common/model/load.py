@@ -28,13 +28,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
-    """Load without progress bars and reports, and turn any exception of a library into one line with the folder's name."""
+    """Load without progress bars and reports, and turn any exception of a library into one line with the
+    folder's name."""
     import transformers
 
     is_path = name.startswith(("/", ".", "~", "outputs/")) or name.count("/") > 1  # a Hub name is OWNER/NAME
     if is_path and not Path(name).exists():
-        raise UserError(f"cannot load the {kind} {name}: no such folder; if an earlier stage writes it, run that first")
-    transformers.utils.logging.disable_progress_bar()  # "Loading weights: 100%" for every model, on every process
+        raise UserError(
+            f"cannot load the {kind} {name}: no such folder; if an earlier stage writes it, run that first"
+        )
+    # "Loading weights: 100%" for every model, on every process
+    transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()  # a long report with raw tensor names
     try:
@@ -45,7 +49,9 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         if is_oom(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        hint = "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
+        hint = (
+            "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
+        )
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
@@ -57,16 +63,22 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
     Raises UserError if it cannot be loaded, or has no end-of-text token.
     """
     if args.model_revision and args.model_name_or_path and Path(args.model_name_or_path).exists():
-        raise UserError(f"--model_revision {args.model_revision}: {args.model_name_or_path} is a folder, not a Hub model")
+        raise UserError(
+            f"--model_revision {args.model_revision}: {args.model_name_or_path} is a folder, not a Hub model"
+        )
     name = str(name or args.tokenizer_name or args.model_name_or_path)
     revision = args.model_revision if name == args.model_name_or_path else None
     with hub_errors("tokenizer", name):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=revision, trust_remote_code=args.trust_remote_code
+        )
         tokenizer("a Test 1")  # some fail only on their first text
     if tokenizer.eos_token_id is None:
-        raise UserError(f"tokenizer {name}: it has no end-of-text token (eos_token): a model would never stop")
+        raise UserError(
+            f"tokenizer {name}: it has no end-of-text token (eos_token): a model would never stop"
+        )
     if args.chat_template is not None:
         tokenizer.chat_template = read_chat_template(args.chat_template)
         if args.chat_template == "chatml":
@@ -74,7 +86,7 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
     return tokenizer
 
 
-# --- the model to train ---------------------------------------------------------------------------------------------
+# --- the model to train -------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -86,10 +98,11 @@ def load_model(
 ) -> FlatModel:
     """The model to train: from the checkpoint, else args.model_name_or_path, else new from the configuration.
 
-    With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that adapter. The
-    weights of a sharded checkpoint follow in `run.prepare` (extras/sharded.py): until then they are those of the start.
-    Gradient checkpointing, compilation and the dtype of the weights follow args. The model is on the accelerator's device,
-    except for a dry run or sharded weights, which `accelerator.prepare` moves piece by piece.
+    With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that
+    adapter. The weights of a sharded checkpoint follow in `run.prepare` (extras/sharded.py): until then they
+    are those of the start. Gradient checkpointing, compilation and the dtype of the weights follow args. The
+    model is on the accelerator's device, except for a dry run or sharded weights, which `accelerator.prepare`
+    moves piece by piece.
     """
     if checkpoint and Path(checkpoint, SHARDS).is_dir():
         checkpoint = None
@@ -100,7 +113,9 @@ def load_model(
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
         if is_quantised(model.lm):
-            raise UserError(f"the weights of {name} are quantised and cannot be trained, adapters on them can: --use_peft")
+            raise UserError(
+                f"the weights of {name} are quantised and cannot be trained, adapters on them can: --use_peft"
+            )
     elif config is not None:
         model = create_model(config, dtype=args.dtype, seed=args.seed)
     else:
@@ -138,13 +153,13 @@ def load_pretrained(
     revision: str | None = None,
     device: torch.device | None = None,
 ) -> FlatModel:
-    """A causal language model from a folder or the Hub, checked to be callable on flat rows. An adapter is merged into its
-    base.
+    """A causal language model from a folder or the Hub, checked to be callable on flat rows. An adapter is
+    merged into its base.
 
-    Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights ("auto": as in the files,
-    but float32 for float16, which gradients leave). vocab_size: the number of token ids that the tokenizer can produce; a
-    smaller embedding grows to it. revision: for a model other than args.model_name_or_path. device: where a model is
-    quantised, and stays (--load_in_4bit, --load_in_8bit).
+    Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights ("auto": as
+    in the files, but float32 for float16, which gradients leave). vocab_size: the number of token ids that
+    the tokenizer can produce; a smaller embedding grows to it. revision: for a model other than
+    args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
     name = str(name)
     revision = args.model_revision if name == args.model_name_or_path else revision
@@ -164,7 +179,9 @@ def load_pretrained(
             config = file_config(args, name, revision)
     lm.base_dtype = dtype_of(config)  # restored at export
     if config.get_text_config() is not config and lm.config.get_text_config() is lm.config:
-        say(f"model: what {config.model_type} has beside its text model is left out (exported as {lm.config.model_type})")
+        say(
+            f"model: what {config.model_type} has beside its text model is left out (exported as {lm.config.model_type})"
+        )
     if lm.dtype == torch.float16 and not is_quantised(lm):
         lm = lm.float()
     _freeze_all_but_text(lm)
@@ -175,14 +192,18 @@ def load_pretrained(
 
 
 def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> None:
-    """Raise UserError for tensors that are missing in the files or have another size, and would be random; for unexpected
-    ones within a layer, which would be dropped; and for a NaN or an infinity. Whole unused parts (a vision tower, a head for
-    another task) are left out with a message."""
+    """Raise UserError for tensors that are missing in the files or have another size, and would be random;
+    for unexpected ones within a layer, which would be dropped; and for a NaN or an infinity. Whole unused
+    parts (a vision tower, a head for another task) are left out with a message."""
     if missing := sorted({*found["missing_keys"], *(tensor for tensor, *_ in found["mismatched_keys"])}):
-        raise UserError(f"cannot load the model {name}: its files lack {first_of(missing)}, or have it in another size")
+        raise UserError(
+            f"cannot load the model {name}: its files lack {first_of(missing)}, or have it in another size"
+        )
     unexpected = sorted(found["unexpected_keys"])
     if cut := [tensor for tensor in unexpected if _within_a_part(lm, tensor)]:
-        raise UserError(f"cannot load the model {name}: its config.json has no place for {first_of(cut)} of its files")
+        raise UserError(
+            f"cannot load the model {name}: its config.json has no place for {first_of(cut)} of its files"
+        )
     if unexpected:
         say(f"model: {type(lm).__name__} has no place for {first_of(unexpected)} of {name}: left out")
     for tensor, parameter in lm.named_parameters():
@@ -195,8 +216,8 @@ def first_of(names: list[str]) -> str:
 
 
 def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
-    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json. (The layers
-    that predict further tokens, of DeepSeek and GLM, are not reported as unexpected.)"""
+    """Whether an unexpected tensor belongs inside the model: one more layer, a bias missing from config.json.
+    (The layers that predict further tokens, of DeepSeek and GLM, are not reported as unexpected.)"""
     part: nn.Module = lm
     for name in tensor.split(".")[:-1]:
         inner = getattr(part, name, None)
@@ -219,11 +240,15 @@ def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
 def align(model: nn.Module) -> None:
     """Copy CPU weights that do not start at a multiple of 64 bytes, as freshly allocated ones do.
 
-    Loaded weights start wherever the file has them, and MKL's rounding in matrix products depends on that: a resumed run
-    would differ from an uninterrupted one.
+    Loaded weights start wherever the file has them, and MKL's rounding in matrix products depends on that: a
+    resumed run would differ from an uninterrupted one.
     """
     for tensor in (*model.parameters(), *model.buffers()):
-        if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.data_ptr() % 64:
+        if (
+            type(tensor) in (torch.Tensor, nn.Parameter)
+            and tensor.device.type == "cpu"
+            and tensor.data_ptr() % 64
+        ):
             tensor.data = tensor.data.clone()
 
 
@@ -254,16 +279,20 @@ def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer)
 
 
 def make_savable(lm: "PreTrainedModel") -> None:
-    """Keep only the tokens of generation settings that transformers would refuse to save at the first checkpoint."""
+    """Keep only the tokens of generation settings that transformers would refuse to save at the first
+    checkpoint."""
     config = lm.generation_config
     try:
         config.validate(strict=True)
     except ValueError:
-        lm.generation_config = type(config)(**{name: v for name, v in vars(config).items() if name.endswith("token_id")})
+        lm.generation_config = type(config)(
+            **{name: v for name, v in vars(config).items() if name.endswith("token_id")}
+        )
 
 
 def file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
-    """A model's config.json as in its files, for a loaded model that is only a part of it, or has another dtype."""
+    """A model's config.json as in its files, for a loaded model that is only a part of it, or has another
+    dtype."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
@@ -285,7 +314,7 @@ def _freeze_all_but_text(lm: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-# --- new models -----------------------------------------------------------------------------------------------------
+# --- new models ---------------------------------------------------------------------------------------------
 
 
 def create_model(config: "PreTrainedConfig", *, dtype: str = "float32", seed: int) -> FlatModel:
@@ -322,10 +351,11 @@ def llama_config(
     moe_intermediate_size: int | None = None,
     **more: Any,
 ) -> "PreTrainedConfig":
-    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to a multiple of 32.
+    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to a multiple
+    of 32.
 
-    With num_experts each MLP becomes a mixture of experts (Mixtral) of moe_intermediate_size; by default a token's experts
-    are together as wide as the MLP would be. more: further fields of the configuration.
+    With num_experts each MLP becomes a mixture of experts (Mixtral) of moe_intermediate_size; by default a
+    token's experts are together as wide as the MLP would be. more: further fields of the configuration.
     """
     from transformers import LlamaConfig
 

@@ -13,28 +13,43 @@ import torch
 from torch import nn
 
 
-def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0) -> torch.optim.Optimizer:
+def make_optimizer(
+    args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0
+) -> torch.optim.Optimizer:
     """The optimizer of --optim for the trained parameters, with weight decay on matrices only.
 
-    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon: extras/muon.py.
-    extra_lr_multiplier: the learning rate of the modules in model.extra, relative to the others.
+    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon:
+    extras/muon.py. extra_lr_multiplier: the learning rate of the modules in model.extra, relative to the
+    others.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for_muon = {id(p) for p in extra("muon").matrices(model)} if args.optim == "muon" else set()
     own_rate = {id(p) for p in model.extra.parameters()} if extra_lr_multiplier != 1 else set()
     rest = [p for p in trained if id(p) not in own_rate]
     groups = [
-        {"params": [p for p in rest if p.dim() >= 2 and id(p) not in for_muon], "weight_decay": args.weight_decay},
+        {
+            "params": [p for p in rest if p.dim() >= 2 and id(p) not in for_muon],
+            "weight_decay": args.weight_decay,
+        },
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-        {"params": [p for p in trained if id(p) in own_rate], "weight_decay": 0.0, "lr_multiplier": extra_lr_multiplier},
+        {
+            "params": [p for p in trained if id(p) in own_rate],
+            "weight_decay": 0.0,
+            "lr_multiplier": extra_lr_multiplier,
+        },
     ]
     groups = [group for group in groups if group["params"]]
-    settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    settings = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+    }
     if args.optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups, **settings)
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)  # one kernel for the whole update, where available
+    # one kernel for the whole update, where available
+    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
     parts = [torch.optim.AdamW(groups, fused=fused, **settings)] if groups else []  # muon may take all
     if not for_muon:
         return parts[0]
@@ -42,22 +57,27 @@ def make_optimizer(args: CommonArgs, model: nn.Module, extra_lr_multiplier: floa
 
 
 def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None:
-    """Raise UserError for an optimizer that is not installed, or does not support the kind of distributed run."""
+    """Raise UserError for an optimizer that is not installed, or does not support the kind of distributed
+    run."""
     if args.optim == "adamw_8bit":
         if importlib.util.find_spec("bitsandbytes") is None:
             raise UserError("--optim adamw_8bit needs bitsandbytes: pip install bitsandbytes")
         if distributed_type in SHARDED:
-            raise UserError("--optim adamw_8bit: its moments are not sharded (FSDP, DeepSpeed): adamw, or muon with FSDP")
+            raise UserError(
+                "--optim adamw_8bit: its moments are not sharded (FSDP, DeepSpeed): adamw, or muon with FSDP"
+            )
     if args.optim == "muon" and distributed_type == DistributedType.DEEPSPEED:
-        raise UserError("--optim muon: DeepSpeed hands the optimizer pieces of matrices: FSDP, or --optim adamw")
+        raise UserError(
+            "--optim muon: DeepSpeed hands the optimizer pieces of matrices: FSDP, or --optim adamw"
+        )
 
 
 def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
     """step -> learning rate, for steps 0 .. total_steps - 1.
 
-    Linear warm-up over warmup_steps (below 1: a share of the run), then cosine, linear or no decay to min_lr_ratio ·
-    learning_rate; wsd stays flat and falls linearly over the last lr_decay_fraction of the run (Hu et al. 2024, arXiv
-    2404.06395).
+    Linear warm-up over warmup_steps (below 1: a share of the run), then cosine, linear or no decay to
+    min_lr_ratio · learning_rate; wsd stays flat and falls linearly over the last lr_decay_fraction of the run
+    (Hu et al. 2024, arXiv 2404.06395).
     """
     kind, peak, least = args.lr_scheduler_type, args.learning_rate, args.min_lr_ratio
     warmup = round(args.warmup_steps * total_steps) if args.warmup_steps < 1 else round(args.warmup_steps)

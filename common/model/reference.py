@@ -17,12 +17,12 @@ from torch import Tensor
 
 
 class Reference:
-    """A frozen model, such as the policy as it was at the start. Called like a FlatModel, without gradients and under the
-    run's autocast."""
+    """A frozen model, such as the policy as it was at the start. Called like a FlatModel, without gradients
+    and under the run's autocast."""
 
     def __init__(self, accelerator: Accelerator, model: FlatModel, *, without_adapter: bool = False):
-        """model: a frozen one; with without_adapter, the trained model, used here with its LoRA adapter off, or with the
-        adapter that the run started from."""
+        """model: a frozen one; with without_adapter, the trained model, used here with its LoRA adapter off,
+        or with the adapter that the run started from."""
         self.accelerator, self.model, self.without_adapter = accelerator, model, without_adapter
 
     @torch.no_grad()
@@ -35,13 +35,18 @@ class Reference:
 
     def sums(self, batch: Batch) -> Tensor:
         """The log-probability of each sequence, summed over its trained tokens: (S,), without gradient."""
-        return segment_sum(self(batch).logps, batch["cu_seqlens"]) if self.model is not None else batch["ref_logps"]
+        return (
+            segment_sum(self(batch).logps, batch["cu_seqlens"])
+            if self.model is not None
+            else batch["ref_logps"]
+        )
 
     def precompute(self, args: CommonArgs, *data: Shuffled | Examples) -> None:
-        """Give each sequence its log-probability under the reference, as the field ref_logps. Then drop the model: only
-        `sums` can be used afterwards.
+        """Give each sequence its log-probability under the reference, as the field ref_logps. Then drop the
+        model: only `sums` can be used afterwards.
 
-        data: Examples, or the training data made from them (its `data`). Called on every process; each scores a share.
+        data: Examples, or the training data made from them (its `data`). Called on every process; each scores
+        a share.
         """
         for examples in data:
             examples = getattr(examples, "data", examples)
@@ -50,9 +55,11 @@ class Reference:
         self.model = None
 
 
-def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer) -> Reference:
-    """A second model with the weights of args.model_name_or_path; with LoRA none, but the trained model without its adapter,
-    or with the one it started from.
+def load_reference(
+    args: CommonArgs, accelerator: Accelerator, model: torch.nn.Module, tokenizer: Tokenizer
+) -> Reference:
+    """A second model with the weights of args.model_name_or_path; with LoRA none, but the trained model
+    without its adapter, or with the one it started from.
 
     model: the trained one, as `run.prepare` returned it.
     """
@@ -62,7 +69,8 @@ def load_reference(args: CommonArgs, accelerator: Accelerator, model: torch.nn.M
 
 
 def load_frozen(args: CommonArgs, accelerator: Accelerator, tokenizer: Tokenizer, name: str) -> Reference:
-    """A second, frozen model beside the trained one, by its name or folder: another reference, or a teacher."""
+    """A second, frozen model beside the trained one, by its name or folder: another reference, or a
+    teacher."""
     frozen = load_pretrained(args, name, len(tokenizer), device=accelerator.device).to(accelerator.device)
     align(frozen)
     return Reference(accelerator, frozen.eval())

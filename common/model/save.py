@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 CARD = "README.md"
 EXTRA = "extra.safetensors"  # a script's own modules in model.extra
-SHARDS = "pytorch_model_fsdp_0"  # Accelerate's folder for the weights of a sharded checkpoint (extras/sharded.py)
+# Accelerate's folder for the weights of a sharded checkpoint (extras/sharded.py)
+SHARDS = "pytorch_model_fsdp_0"
 
 
 def base_dtype(model: FlatModel) -> str:
@@ -25,15 +26,17 @@ def base_dtype(model: FlatModel) -> str:
 
 
 def final_dtype(args: CommonArgs, base: str) -> str:
-    """The dtype of the final model: training uses float32, and a bfloat16 base leaves as bfloat16. Adapters stay float32."""
+    """The dtype of the final model: training uses float32, and a bfloat16 base leaves as bfloat16. Adapters
+    stay float32."""
     if args.use_peft and not args.merge_lora:
         return "float32"
     return args.dtype if args.dtype == "bfloat16" else base
 
 
 def gather_weights(accelerator: Accelerator, model: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
-    """The weights by their names in the FlatModel; of a model with an adapter at least those that are trained, unless
-    `frozen`. If processes share the weights, the main one gets them, and the others {}. Called on every process."""
+    """The weights by their names in the FlatModel; of a model with an adapter at least those that are
+    trained, unless `frozen`. If processes share the weights, the main one gets them, and the others {}.
+    Called on every process."""
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     if accelerator.distributed_type in SHARDED:
         only_trained = hasattr(wrapper.lm, "peft_config") and not frozen
@@ -42,7 +45,11 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, frozen: bool =
 
 
 def write_model(
-    folder: Path, wrapper: FlatModel, weights: dict[str, Tensor], tokenizer: Tokenizer, dtype: str | None = None
+    folder: Path,
+    wrapper: FlatModel,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    dtype: str | None = None,
 ) -> None:
     """Write the model, or the trained adapter, with tokenizer and `model.extra`. On the main process.
 
@@ -54,7 +61,9 @@ def write_model(
     else:
         save_rounded(lm, folder, part, dtype)
     tokenizer.save_pretrained(folder)
-    if own := {name: w.detach().cpu().clone().contiguous() for name, w in part_of(wrapper, weights, "extra.").items()}:
+    if own := {
+        name: w.detach().cpu().clone().contiguous() for name, w in part_of(wrapper, weights, "extra.").items()
+    }:
         save_file(own, folder / EXTRA)
 
 
@@ -65,13 +74,18 @@ def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype:
     """
     if dtype is None:
         return lm.save_pretrained(folder, state_dict=weights)
-    target, kept = getattr(torch, dtype), {*(lm._keep_in_fp32_modules or ()), *(lm._keep_in_fp32_modules_strict or ())}
+    target, kept = (
+        getattr(torch, dtype),
+        {*(lm._keep_in_fp32_modules or ()), *(lm._keep_in_fp32_modules_strict or ())},
+    )
     round_to = {
         name: target
         for name, w in weights.items()
         if w.is_floating_point() and w.dtype != target and not any(part in name for part in kept)
     }
-    lm.save_pretrained(folder, state_dict={name: w.to(round_to.get(name, w.dtype)) for name, w in weights.items()})
+    lm.save_pretrained(
+        folder, state_dict={name: w.to(round_to.get(name, w.dtype)) for name, w in weights.items()}
+    )
     if round_to:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -80,14 +94,17 @@ def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype:
 
 
 def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remote_code: bool = False) -> None:
-    """Write the model, or the adapter, of a checkpoint to a folder, without its tokenizer. dtype: as in write_model."""
+    """Write the model, or the adapter, of a checkpoint to a folder, without its tokenizer. dtype: as in
+    write_model."""
     from transformers import AutoModelForCausalLM
 
     names = [EXTRA]
     if (checkpoint / "adapter_config.json").exists():
         names += ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
     else:
-        lm = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", trust_remote_code=trust_remote_code)
+        lm = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", trust_remote_code=trust_remote_code
+        )
         save_rounded(lm, folder, part_of(lm, lm.state_dict(), ""), dtype)
     for name in names:
         if (checkpoint / name).exists():
@@ -95,6 +112,11 @@ def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remot
 
 
 def part_of(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights under a name prefix, with the prefix removed; a tied weight, listed under each of its names, only once."""
+    """The weights under a name prefix, with the prefix removed; a tied weight, listed under each of its
+    names, only once."""
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
-    return {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix) and name not in tied}
+    return {
+        name.removeprefix(prefix): w
+        for name, w in weights.items()
+        if name.startswith(prefix) and name not in tied
+    }

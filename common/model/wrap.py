@@ -16,19 +16,23 @@ import torch
 from torch import Tensor, nn
 
 # Attributes with a number of tokens at which attention changes.
-WINDOW = re.compile(r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size|index_topk|floor_scale")
+WINDOW = re.compile(
+    r"(sliding_|attention_|local_)?window(_size)?|attention_chunk_size|index_topk|floor_scale"
+)
 
 
 def wrap(lm: nn.Module) -> FlatModel:
     """Make a causal language model of transformers callable on flat rows.
 
-    On a few tokens the logits must equal those for each sequence alone, and must not depend on the other sequences of the
-    row. A model that fails is called on padded batches. Raises UserError if that fails, too.
+    On a few tokens the logits must equal those for each sequence alone, and must not depend on the other
+    sequences of the row. A model that fails is called on padded batches. Raises UserError if that fails, too.
     """
     attention.register()
     lm.config.use_cache = True  # the saved model must generate quickly; training disables the cache per call
     if lm.get_output_embeddings() is None:
-        raise UserError(f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here")
+        raise UserError(
+            f"{type(lm).__name__} has no LM head (get_output_embeddings): it cannot be trained here"
+        )
     model = FlatModel(lm)
     implementation = lm.stock_attention = lm.config._attn_implementation
     exact, rough = (1e-5, 1e-3) if lm.dtype == torch.float32 else (1e-2, 1e-1)
@@ -38,7 +42,9 @@ def wrap(lm: nn.Module) -> FlatModel:
     with torch.no_grad(), _narrow_windows(lm):
         alone = _logits_alone(lm, row)  # by the unmodified model
         if alone.isnan().any():
-            raise UserError(f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json")
+            raise UserError(
+                f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json"
+            )
         extra("fused_layers").use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)
@@ -53,7 +59,9 @@ def wrap(lm: nn.Module) -> FlatModel:
             model.padded = True
             if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
                 raise UserError(f"the model ({type(lm).__name__}): its head does not give its logits")
-            say(f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead")
+            say(
+                f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead"
+            )
         elif model.hybrid and (mixers := model.hybrid.mixers):
             kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
             say(f"model: {type(lm).__name__} on flat rows, packed mixers: {len(mixers)} {kinds}")
@@ -62,23 +70,34 @@ def wrap(lm: nn.Module) -> FlatModel:
 
 
 def _probe_rows(lm: nn.Module) -> list[Batch]:
-    """Two flat rows of sequences of 5, 3 and 3 tokens, the last two with a shared prefix, that differ in the first one."""
+    """Two flat rows of sequences of 5, 3 and 3 tokens, the last two with a shared prefix, that differ in the
+    first one."""
     V = lm.config.get_text_config().vocab_size
     ids, other = (torch.arange(start, start + 9, device=lm.device) * 7919 % V for start in (0, 100))
     other[5:] = ids[5:]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 2]], device=lm.device)
-    shared = {"position_ids": positions, "lengths": [5, 3, 3], "token_map": np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 8])}
+    shared = {
+        "position_ids": positions,
+        "lengths": [5, 3, 3],
+        "token_map": np.array([0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 8]),
+    }
     return [{"input_ids": row[None], **shared} for row in (ids, other)]
 
 
 @contextlib.contextmanager
 def _narrow_windows(lm: nn.Module) -> Iterator[None]:
-    """Context that reduces the limits of attention (windows, chunks, selected keys) to 2 tokens, so that the probe's few
-    tokens show whether they reach attention, or exist only as a mask (PhiMoE, Llama 4), which a flat row does not have."""
+    """Context that reduces the limits of attention (windows, chunks, selected keys) to 2 tokens, so that the
+    probe's few tokens show whether they reach attention, or exist only as a mask (PhiMoE, Llama 4), which a
+    flat row does not have."""
     kept: list[tuple[object, str, int]] = []
     for owner in (lm.config, lm.config.get_text_config(), *lm.modules()):
         for name, value in list(vars(owner).items()):
-            if WINDOW.fullmatch(name) and isinstance(value, int) and not isinstance(value, bool) and value > 2:
+            if (
+                WINDOW.fullmatch(name)
+                and isinstance(value, int)
+                and not isinstance(value, bool)
+                and value > 2
+            ):
                 kept.append((owner, name, value))
                 setattr(owner, name, 2)
     try:

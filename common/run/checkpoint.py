@@ -1,10 +1,10 @@
 """Checkpoints: written atomically, resumable, and loadable with from_pretrained.
 
-A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the optimizer, the
-run's settings, and `trainer_state.json`. (FSDP2 keeps the optimizer, and if asked the weights, in shards: extras/sharded.py.
-DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary name, flushed to disk, listed in
-`manifest.json` with sizes and hashes, and only then renamed; older checkpoints are deleted after that. A kill at any moment,
-or a full disk, leaves the last complete one usable.
+A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the
+optimizer, the run's settings, and `trainer_state.json`. (FSDP2 keeps the optimizer, and if asked the weights,
+in shards: extras/sharded.py. DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary
+name, flushed to disk, listed in `manifest.json` with sizes and hashes, and only then renamed; older
+checkpoints are deleted after that. A kill at any moment, or a full disk, leaves the last complete one usable.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,11 +47,11 @@ def save_checkpoint(
     best: int | None,
     kept: dict[str, Any] | None = None,
 ) -> bool:
-    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and that of step `best`. Returns whether it is
-    there. kept: see Run.keep.
+    """Write checkpoint-<step>, then prune to the newest args.save_total_limit and that of step `best`.
+    Returns whether it is there. kept: see Run.keep.
 
-    Called on every process; step: updates done so far. If the disk refuses the write, a message says so and training
-    continues: existing checkpoints stay, and the next save tries again.
+    Called on every process; step: updates done so far. If the disk refuses the write, a message says so and
+    training continues: existing checkpoints stay, and the next save tries again.
     """
     output_dir = Path(args.output_dir)
     final, temporary = checkpoint_at(args.output_dir, step), output_dir / f".checkpoint-{step}.tmp"
@@ -117,14 +117,18 @@ def export(
     dtype: str | None = None,
     also: Callable[[], None] | None = None,
 ) -> None:
-    """Write the final model to args.output_dir: that of the checkpoint `best`, or the current one. Called on every process.
+    """Write the final model to args.output_dir: that of the checkpoint `best`, or the current one. Called on
+    every process.
 
-    With --merge_lora the adapter is merged into its base, which is loaded again, unquantised. dtype: of the weights; None:
-    as they are. also: writes further files of that model, on the main process. Raises UserError if the disk refuses the
-    write. Weights may change: this ends the run.
+    With --merge_lora the adapter is merged into its base, which is loaded again, unquantised. dtype: of the
+    weights; None: as they are. also: writes further files of that model, on the main process. Raises
+    UserError if the disk refuses the write. Weights may change: this ends the run.
     """
     output_dir, temporary = Path(args.output_dir), Path(args.output_dir, ".export.tmp")
-    wrapper, trust = accelerator.unwrap_model(model, keep_torch_compile=False), {"trust_remote_code": args.trust_remote_code}
+    wrapper, trust = (
+        accelerator.unwrap_model(model, keep_torch_compile=False),
+        {"trust_remote_code": args.trust_remote_code},
+    )
     if best is not None and (best / SHARDS).is_dir():
         extra("sharded").load(accelerator, wrapper, None, best)
     copies = best is not None and not (best / SHARDS).is_dir()
@@ -186,11 +190,15 @@ def check_modules(model: FlatModel, optimizer: torch.optim.Optimizer) -> None:
 
 
 def resume(
-    accelerator: Accelerator, checkpoint: Path | None, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
+    accelerator: Accelerator,
+    checkpoint: Path | None,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Restore the optimizer; returns trainer_state.json ({"step": 0} without a checkpoint).
 
-    Weights are loaded here only if they are in shards: otherwise the model was already created from the checkpoint's folder.
+    Weights are loaded here only if they are in shards: otherwise the model was already created from the
+    checkpoint's folder.
     """
     if checkpoint is None:
         return {"step": 0}
@@ -212,8 +220,9 @@ def resume(
 
 
 def load_extra(model: FlatModel, checkpoint: Path | None, start: str | None = None) -> None:
-    """Load the script's own modules in `model.extra`, before Accelerate prepares the model: from a checkpoint, or, at the
-    start of a run, from the folder of its model, if an earlier stage had the same ones."""
+    """Load the script's own modules in `model.extra`, before Accelerate prepares the model: from a
+    checkpoint, or, at the start of a run, from the folder of its model, if an earlier stage had the same
+    ones."""
     if checkpoint is None and start and Path(start, EXTRA).exists():
         found, own = load_file(Path(start, EXTRA)), model.extra.state_dict()
         same = {name: w.shape for name, w in found.items()} == {name: w.shape for name, w in own.items()}
@@ -236,7 +245,8 @@ def load_kept(name: str, kept: Any, checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def _reading(file: Path, what: str) -> Iterator[None]:
-    """Turn any exception into one line: a file that is missing, damaged or of something else fails in many ways."""
+    """Turn any exception into one line: a file that is missing, damaged or of something else fails in many
+    ways."""
     try:
         yield
     except Exception as error:
@@ -244,10 +254,11 @@ def _reading(file: Path, what: str) -> Iterator[None]:
 
 
 def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
-    """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is complete."""
+    """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is
+    complete."""
     found = checkpoints(output_dir)
-    # Checkpoints beyond this step are damaged, or were abandoned when the run resumed from before them. Counted, they would
-    # push out the new one.
+    # Checkpoints beyond this step are damaged, or were abandoned when the run resumed from before them.
+    # Counted, they would push out the new one.
     surplus = [path for path in found if step_of(path) > step]
     if total_limit > 0:
         surplus += [path for path in found if step_of(path) <= step][:-total_limit]

@@ -19,23 +19,33 @@ BINS = 8  # of the length histogram
 SHOWN = 3000  # characters shown of an example
 
 
-def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name: str, reference: bool) -> str:
-    """Print what will be trained on: everything in a dry run, else a summary. Returns the text of dataset.json.
+def describe(
+    run: Any, model: FlatModel, held_out: Examples | Rows, example_name: str, reference: bool
+) -> str:
+    """Print what will be trained on: everything in a dry run, else a summary. Returns the text of
+    dataset.json.
 
-    run: the Run, with args, accelerator, tokenizer and windows. example_name: the word for one example. reference: whether a
-    frozen model is loaded as well. Raises UserError if a sequence is longer than the model's positions.
+    run: the Run, with args, accelerator, tokenizer and windows. example_name: the word for one example.
+    reference: whether a frozen model is loaded as well. Raises UserError if a sequence is longer than the
+    model's positions.
     """
     args, accelerator, tokenizer, windows = run.args, run.accelerator, run.tokenizer, run.windows
     plan, train = windows.plan(), windows.train
-    limits = " and ".join(f"--{name}" for name in vars(args) if name.startswith("max_") and name.endswith("_length"))
+    limits = " and ".join(
+        f"--{name}" for name in vars(args) if name.startswith("max_") and name.endswith("_length")
+    )
     check_positions(model, max(windows.longest, held_out.longest), limits)
     data, packs = getattr(train, "data", train), getattr(train, "examples", train)
     about_model = describe_model(args, accelerator, model, tokenizer)
     counts, ends = about_model["parameters"], " or ".join(about_model["stop_tokens"])
     kind = f"{about_model['class']}, {counts['trained']:,} of {counts['all']:,} parameters trained"
-    say(f"model: {kind}; {about_model['dtype']['weights']}; {about_model['called_on']}; answers end with {ends}")
+    say(
+        f"model: {kind}; {about_model['dtype']['weights']}; {about_model['called_on']}; answers end with {ends}"
+    )
     if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no" and args.dtype == "float32":
-        say("precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16")
+        say(
+            "precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16"
+        )
     largest = plan.pop("largest_micro_batch")
     facts = {
         "sources": with_shares(data.facts()),
@@ -64,11 +74,14 @@ def describe(run: Any, model: FlatModel, held_out: Examples | Rows, example_name
     return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
-# --- the facts ------------------------------------------------------------------------------------------------------
+# --- the facts ----------------------------------------------------------------------------------------------
 
 
-def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Class, parameters, precision, calling convention, parts left out, adapted or frozen, chat template, stop tokens."""
+def describe_model(
+    args: CommonArgs, accelerator: Accelerator, model: FlatModel, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Class, parameters, precision, calling convention, parts left out, adapted or frozen, chat template,
+    stop tokens."""
     lm = base_lm(model.lm)
     trained, parameters = count_parameters(model)
     names = tokenizer.convert_ids_to_tokens(model.stop_ids)
@@ -81,7 +94,9 @@ def describe_model(args: CommonArgs, accelerator: Accelerator, model: FlatModel,
             "export": final_dtype(args, base_dtype(model)),
         },
         "called_on": "padded batches" if model.padded else "flat rows",
-        "adapted_layers": sorted({name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}),
+        "adapted_layers": sorted(
+            {name.split(".")[-1] for name, m in model.lm.named_modules() if hasattr(m, "lora_A")}
+        ),
         "chat_template": args.chat_template or ("the tokenizer's" if tokenizer.chat_template else None),
         "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],
     }
@@ -99,7 +114,10 @@ def describe_lengths(sizes: np.ndarray) -> dict[str, Any]:
     marks = np.percentile(sizes, [0, 50, 90, 99, 100]).astype(int).tolist()
     edges = np.unique(np.geomspace(max(marks[0], 1), marks[-1] + 1, BINS + 1).round().astype(int))
     counts = np.histogram(sizes, edges)[0].tolist()
-    bins = [[low, high - 1, count] for low, high, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True)]
+    bins = [
+        [low, high - 1, count]
+        for low, high, count in zip(edges[:-1].tolist(), edges[1:].tolist(), counts, strict=True)
+    ]
     named = dict(zip(("min", "p50", "p90", "p99", "max"), marks, strict=True))
     return named | {"mean": float(sizes.mean()), "histogram": bins}
 
@@ -113,7 +131,8 @@ def sides(example: Example | dict[str, Any]) -> list[tuple[str, dict[str, Any]]]
 
 
 def marked(example: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """An example for dataset.json: {"side", "parts": [(text, whether it is trained)]} for each of its sequences."""
+    """An example for dataset.json: {"side", "parts": [(text, whether it is trained)]} for each of its
+    sequences."""
     found = []
     for side, sequence in sides(example):
         short = {name: sequence[name][:SHOWN] for name in ("input_ids", "loss_mask")}
@@ -121,13 +140,15 @@ def marked(example: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
     return found
 
 
-# --- what is printed ------------------------------------------------------------------------------------------------
+# --- what is printed ----------------------------------------------------------------------------------------
 
 
 def show_example(example: Any, tokenizer: Tokenizer, name: str) -> None:
     """Print an example as text with the trained tokens marked."""
     for side, sequence in sides(example):
         is_prompt = isinstance(example, dict)
-        say(f"{' '.join(filter(None, (name, '1', side)))}{'' if is_prompt else ', with what is trained marked'}:")
+        say(
+            f"{' '.join(filter(None, (name, '1', side)))}{'' if is_prompt else ', with what is trained marked'}:"
+        )
         text = show_trained(sequence, tokenizer).rstrip("\n")
         say(f"{text if len(text) <= SHOWN else f'{text[:SHOWN]} ...'}\n")

@@ -1,8 +1,8 @@
 """The output folder: which run owns it, what a new run may do with it, and what that run was made of.
 
-A run is made of its arguments (args.yaml) and its inputs (inputs.json): hashes of the script, of files and models that
-arguments name, of the training data and the user's loaded code, and the precision. Both are kept in each checkpoint, too,
-and a run that resumes is compared with them.
+A run is made of its arguments (args.yaml) and its inputs (inputs.json): hashes of the script, of files and
+models that arguments name, of the training data and the user's loaded code, and the precision. Both are kept
+in each checkpoint, too, and a run that resumes is compared with them.
 """
 
 import ast
@@ -25,18 +25,20 @@ from common.files import file_hash, find_damage
 from common.processes import on_main_process
 import yaml
 
-LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")  # an object per line, with its step
+# an object per line, with its step
+LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")
 NOTES = ("args.yaml", "inputs.json", "dataset.json", "summary.json", "events.jsonl", "report.html")
 WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
-MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")  # and their companions, depending on the tokenizer
+# and their companions, depending on the tokenizer
+MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")
 CLASSIFIER = "classifier"  # a reward model
 OWN = ("output_dir", "dataset_cache_dir")  # paths that a run writes to
 OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir (weights alone: --model_name_or_path)"
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
 
-# --- what is in it ----------------------------------------------------------------------------------------------------
+# --- what is in it ------------------------------------------------------------------------------------------
 
 
 def checkpoint_at(output_dir: str | Path, step: int) -> Path:
@@ -49,7 +51,11 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """The checkpoint folders, oldest first."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    found = [
+        path
+        for path in Path(output_dir).glob("checkpoint-*")
+        if path.name.removeprefix("checkpoint-").isdecimal()
+    ]
     return sorted(found, key=step_of)
 
 
@@ -83,17 +89,21 @@ def earlier_args(folder: Path) -> dict[str, Any] | None:
     return read_args(folder) if begun else None
 
 
-# --- whose it is ------------------------------------------------------------------------------------------------------
+# --- whose it is --------------------------------------------------------------------------------------------
 
 
-def open_folder(args: CommonArgs, accelerator: Accelerator, script: str) -> tuple[Path | None, dict[str, str]]:
-    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None to begin, and the inputs known so
-    far. Called on every process.
+def open_folder(
+    args: CommonArgs, accelerator: Accelerator, script: str
+) -> tuple[Path | None, dict[str, str]]:
+    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None to begin, and the
+    inputs known so far. Called on every process.
 
-    Raises UserError if the folder is in use, or holds what no run has written, or another run; see `claim` for the rest.
+    Raises UserError if the folder is in use, or holds what no run has written, or another run; see `claim`
+    for the rest.
     """
 
-    def open_it() -> tuple[Path | None, dict[str, str]]:  # by one process: another machine may have another disk
+    # by one process: another machine may have another disk
+    def open_it() -> tuple[Path | None, dict[str, str]]:
         refuse_foreign_folder(args)  # before a lock is made there
         lock(Path(args.output_dir))
         inputs = known_inputs(args, script, accelerator.mixed_precision)
@@ -111,16 +121,24 @@ def refuse_foreign_folder(args: CommonArgs) -> None:
             if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
     if earlier_args(folder) is None and not read_args(folder):
-        found = [file for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES) for file in folder.glob(pattern) if file.is_file()]
+        found = [
+            file
+            for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES)
+            for file in folder.glob(pattern)
+            if file.is_file()
+        ]
         if found:
-            raise UserError(f"--output_dir {folder} holds {found[0].name}, which no run has written: choose another")
+            raise UserError(
+                f"--output_dir {folder} holds {found[0].name}, which no run has written: choose another"
+            )
 
 
 def lock(folder: Path) -> None:
     """Lock the folder for the lifetime of this process. Raises UserError if another run holds it.
 
-    A POSIX record lock on `.lock`: the kernel, or the server of a shared disk, releases it however the process ends. If the
-    disk does not support locks (or this is Windows), a line says so and nothing is locked.
+    A POSIX record lock on `.lock`: the kernel, or the server of a shared disk, releases it however the
+    process ends. If the disk does not support locks (or this is Windows), a line says so and nothing is
+    locked.
     """
     path = folder.resolve() / ".lock"
     if path in _LOCKS:  # of an earlier run of this process
@@ -135,14 +153,17 @@ def lock(folder: Path) -> None:
     except (ImportError, OSError) as error:
         if getattr(error, "errno", None) not in (errno.EACCES, errno.EAGAIN):
             return say(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
-        raise UserError(f"{folder} is in use by {path.read_text()}: stop it, or choose another --output_dir") from None
+        raise UserError(
+            f"{folder} is in use by {path.read_text()}: stop it, or choose another --output_dir"
+        ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the folder is still the one that this process has locked, and not deleted since. True if no lock was taken."""
+    """Whether the folder is still the one that this process has locked, and not deleted since. True if no
+    lock was taken."""
     path = folder.resolve() / ".lock"
     try:
         return path not in _LOCKS or os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
@@ -164,14 +185,17 @@ def writing(folder: Path) -> Iterator[None]:
     except Exception as error:
         if not is_of_the_disk(error):
             raise
-        raise UserError(f"{folder} cannot be written ({error}); once it can be, the same command goes on") from None
+        raise UserError(
+            f"{folder} cannot be written ({error}); once it can be, the same command goes on"
+        ) from None
 
 
-# --- what a new run does with it --------------------------------------------------------------------------------------
+# --- what a new run does with it ----------------------------------------------------------------------------
 
 
 def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
-    """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin. Deletes nothing.
+    """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin.
+    Deletes nothing.
 
     | the folder holds                    | this run                                               |
     |-------------------------------------|--------------------------------------------------------|
@@ -188,7 +212,9 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     saved = None if args.overwrite_output_dir else earlier_args(folder)
     if saved is None and named is None:
         return None
-    if saved is not None and (wanted.lower() == "none" or (named and saved.get("resume_from_checkpoint") != wanted)):
+    if saved is not None and (
+        wanted.lower() == "none" or (named and saved.get("resume_from_checkpoint") != wanted)
+    ):
         raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
     is_complete = saved is not None and (folder / "summary.json").exists()
     checkpoint = named if saved is None else newest_intact(folder) or named
@@ -212,11 +238,14 @@ def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
 
 
 def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path) -> dict[str, tuple[Any, Any]]:
-    """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it another run."""
+    """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it
+    another run."""
     then = defaults(type(args)) | before  # a flag that did not exist yet had its default
     changed = {name: (then[name], now) for name, now in vars(args).items() if then[name] != now}
     allowed, fixed = may_change(type(args)), [None]
-    metrics = [re.sub("^(min:|max:)?(eval_)?", "", str(name)) for name in (args.save_best, before.get("save_best"))]
+    metrics = [
+        re.sub("^(min:|max:)?(eval_)?", "", str(name)) for name in (args.save_best, before.get("save_best"))
+    ]
     if args.save_best and metrics[0] == metrics[1]:
         fixed.append("evaluation")  # evaluations that are compared have to measure the same
     if refused := [name for name in changed if allowed[name] in fixed]:
@@ -225,7 +254,8 @@ def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path) -
 
 
 def _leave_complete_run(args: CommonArgs, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Raise SystemExit(0) for the same run once more, and UserError for another course; return if it is to be longer."""
+    """Raise SystemExit(0) for the same run once more, and UserError for another course; return if it is to be
+    longer."""
     allowed = may_change(type(args))
     last_step = read_json(Path(args.output_dir, "summary.json")).get("final", {}).get("step", 0)
     if any(allowed[name] == "length" for name in changed) and not 0 < args.max_steps <= last_step:
@@ -242,7 +272,8 @@ def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
 
 
 def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
-    """Write the settings of this run to its folder; with --overwrite_output_dir, first delete the earlier run there.
+    """Write the settings of this run to its folder; with --overwrite_output_dir, first delete the earlier run
+    there.
 
     Called once data and model are loaded, so that a misspelt path never costs a finished run. Raises OSError.
     """
@@ -257,7 +288,8 @@ def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete what a run has written to its folder and the next one would not replace, and nothing else there."""
+    """Delete what a run has written to its folder and the next one would not replace, and nothing else
+    there."""
     folders = [".checkpoint-*.tmp", ".export.tmp", "bad_batches"]
     for path in [*checkpoints(folder), *(path for pattern in folders for path in folder.glob(pattern))]:
         shutil.rmtree(path)
@@ -266,17 +298,22 @@ def delete_run(folder: Path) -> None:
             file.unlink()
 
 
-# --- what the run was made of -----------------------------------------------------------------------------------------
+# --- what the run was made of -------------------------------------------------------------------------------
 
 
 def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, str]:
-    """{what: its hash} of the inputs known at the start: the script, the precision, code that arguments name, and model
-    folders (the reference, the base under an adapter, a reward model)."""
+    """{what: its hash} of the inputs known at the start: the script, the precision, code that arguments name,
+    and model folders (the reference, the base under an adapter, a reward model)."""
     code = ast.dump(ast.parse(Path(script).read_text(encoding="utf-8")))  # without comments and layout
     inputs = {"the script": hashlib.sha256(code.encode()).hexdigest(), "the mixed precision": mixed_precision}
-    words = [word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])]
-    words.append(read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path"))
-    compared = (args.eval_prompts, args.regression_suite) if args.save_best else ()  # whose values must stay comparable
+    words = [
+        word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])
+    ]
+    words.append(
+        read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path")
+    )
+    # whose values must stay comparable
+    compared = (args.eval_prompts, args.regression_suite) if args.save_best else ()
     for word in {str(word) for word in words} - {args.output_dir}:
         path = Path(re.sub(r"\.py:\w+$", ".py", word))  # file.py:function
         with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
@@ -303,10 +340,13 @@ def refuse_changes(args: CommonArgs, inputs: dict[str, str], earlier: Path) -> N
 def model_hash(folder: Path) -> str:
     """A hash of a model folder: weights, configuration, tokenizer.
 
-    Of a large file it covers the first MB and 4 KB of each further MB: another training run changes every tensor.
+    Of a large file it covers the first MB and 4 KB of each further MB: another training run changes every
+    tensor.
     """
     digest = hashlib.sha256()
-    files = {path for pattern in (*WEIGHTS, *MODEL, "*.bin", "*.py", "*.jinja") for path in folder.glob(pattern)}
+    files = {
+        path for pattern in (*WEIGHTS, *MODEL, "*.bin", "*.py", "*.jinja") for path in folder.glob(pattern)
+    }
     for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())

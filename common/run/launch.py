@@ -1,4 +1,5 @@
-"""Starting a run: processes, seed, output folder. Launches that would silently do something else are refused."""
+"""Starting a run: processes, seed, output folder. Launches that would silently do something else are
+refused."""
 
 from datetime import timedelta
 import os
@@ -16,18 +17,20 @@ from common.model.optimizer import check_optimizer
 from common.run.folder import open_folder
 import torch
 
-# DistributedDataParallel owns torch's process group, whose destructor joins its threads while holding the GIL, which one of
-# them may need to release its last tensor: a deadlock (seen with gloo). So prepared models stay in this list, and `launch`
-# (common/command_line.py) ends the process without destroying anything.
+# DistributedDataParallel owns torch's process group, whose destructor joins its threads while holding the
+# GIL, which one of them may need to release its last tensor: a deadlock (seen with gloo). So prepared models
+# stay in this list, and `launch` (common/command_line.py) ends the process without destroying anything.
 NEVER_FREED: list[Any] = []
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict[str, str]]:
-    """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the inputs known so
-    far. Refuses misconfigured launches, and claims the output folder."""
+    """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the
+    inputs known so far. Refuses misconfigured launches, and claims the output folder."""
     if args.report_to not in (None, "none", *map(str, get_available_trackers())) and not args.dry_run:
-        raise UserError(f"--report_to {args.report_to}: pip install it, if it is one of {', '.join(LOGGER_TYPE_TO_CLASS)}")
+        raise UserError(
+            f"--report_to {args.report_to}: pip install it, if it is one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
+        )
     if args.push_to_hub:
         extra("hub").check_repo(args.hub_model_id)
     try:
@@ -36,13 +39,18 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
             ),
-            cpu=not torch.accelerator.is_available(),  # otherwise each of two CPU processes would believe it is alone
+            # otherwise each of two CPU processes would believe it is alone
+            cpu=not torch.accelerator.is_available(),
             log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
             project_dir=args.output_dir,
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],  # one process may prepare data for long
+            # one process may prepare data for long
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
         )
-    except (ValueError, RuntimeError, KeyError, ImportError) as error:  # an unusable environment variable or config
-        raise UserError(f"Accelerate does not start as it is configured ({type(error).__name__}: {error})") from None
+    # an unusable environment variable or config
+    except (ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise UserError(
+            f"Accelerate does not start as it is configured ({type(error).__name__}: {error})"
+        ) from None
     refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
         extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
@@ -65,7 +73,11 @@ def refuse_launch(accelerator: Accelerator) -> None:
     env, kind, precision = os.environ, accelerator.distributed_type, accelerator.mixed_precision
     started, found = int(env.get("WORLD_SIZE") or 1), accelerator.num_processes
     asked = {name: env.get(f"ACCELERATE_USE_{name}", "").lower() for name in ("FSDP", "DEEPSPEED")}
-    unused = [f"ACCELERATE_USE_{name}={asked[name]}" for name in asked if asked[name] not in ("", "false") and kind != name]
+    unused = [
+        f"ACCELERATE_USE_{name}={asked[name]}"
+        for name in asked
+        if asked[name] not in ("", "false") and kind != name
+    ]
     only_one = "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env
     sizes = getattr(accelerator, "parallelism_config", None)
     shared = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(sizes, name, 1) > 1]
@@ -74,10 +86,19 @@ def refuse_launch(accelerator: Accelerator) -> None:
         (started != found, f"{started} processes were started, and each sees {found}: {cpu}"),
         (only_one, f"accelerate launch was asked for several CPU processes and started one: {cpu}"),
         # Their processes share micro-batches; here each has its own.
-        (bool(shared), f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size"),
-        (bool(unused), f"{', '.join(unused)} has no effect here: expected true or false, and several processes"),
+        (
+            bool(shared),
+            f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size",
+        ),
+        (
+            bool(unused),
+            f"{', '.join(unused)} has no effect here: expected true or false, and several processes",
+        ),
         (precision not in PRECISIONS, f"mixed precision {precision}: expected {', '.join(PRECISIONS)}"),
-        (kind == "FSDP" and not accelerator.is_fsdp2, "FSDP in its first version: fsdp_version: 2 in its fsdp_config"),
+        (
+            kind == "FSDP" and not accelerator.is_fsdp2,
+            "FSDP in its first version: fsdp_version: 2 in its fsdp_config",
+        ),
     ):
         if is_so:
             raise UserError(message)

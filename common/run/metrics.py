@@ -29,8 +29,9 @@ SPIKE = 6.0  # standard deviations above the mean of recent losses
 class Metrics:
     """Sums and weights kept on the device until they are logged, then reduced over the processes at once.
 
-    A metric is `sum of weighted values / sum of weights` over the micro-batches and processes since it was last logged, so
-    that each token (or pair, or completion) counts once. One whose name ends in _max is the largest value.
+    A metric is `sum of weighted values / sum of weights` over the micro-batches and processes since it was
+    last logged, so that each token (or pair, or completion) counts once. One whose name ends in _max is the
+    largest value.
     """
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs, mfu_per_token: float | None = None):
@@ -53,10 +54,11 @@ class Metrics:
         self.seconds_before = 0.0  # run time before the checkpoint it resumed from
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
-        """Add values to the current window: each metric is their weighted mean; one whose name ends in _max is their
-        maximum.
+        """Add values to the current window: each metric is their weighted mean; one whose name ends in _max
+        is their maximum.
 
-        weights: of the values' shape, for instance the mask of the tokens that count; or one number for all of them.
+        weights: of the values' shape, for instance the mask of the tokens that count; or one number for all
+        of them.
         """
         for name, value in values.items():
             if name.endswith("_max"):
@@ -64,7 +66,9 @@ class Metrics:
             elif isinstance(value, Tensor):
                 by = weights if isinstance(weights, Tensor) else torch.full((), weights, device=value.device)
                 if by.dim() and value.dim() and by.shape != value.shape:
-                    raise ValueError(f"metrics.add: {name} is {tuple(value.shape)}, and its weights are {tuple(by.shape)}")
+                    raise ValueError(
+                        f"metrics.add: {name} is {tuple(value.shape)}, and its weights are {tuple(by.shape)}"
+                    )
                 by = by if by.dim() else by.expand(value.shape)
                 self._add(name, (value.detach() * by).sum(), by.sum())
             else:
@@ -72,8 +76,8 @@ class Metrics:
                 self._add(name, value * total, total)
 
     def add_sum(self, **values: float | Tensor) -> None:
-        """Add scalars that are this micro-batch's share of the window's value, such as a loss already divided by the
-        window's tokens: the metric is their sum over micro-batches and processes."""
+        """Add scalars that are this micro-batch's share of the window's value, such as a loss already divided
+        by the window's tokens: the metric is their sum over micro-batches and processes."""
         micro_batches = self.accelerator.num_processes * self.accelerator.gradient_accumulation_steps
         for name, value in values.items():
             self._add(name, torch.as_tensor(value).detach(), 1.0 / micro_batches)
@@ -102,7 +106,8 @@ class Metrics:
 
     def reduce(self) -> dict[str, list[float]]:
         """{name: [total, weight]} over all processes, including the carry; resets the sums."""
-        names = sorted(set(gather_lists(self.accelerator, list(self.sums))))  # processes may have different metrics
+        # processes may have different metrics
+        names = sorted(set(gather_lists(self.accelerator, list(self.sums))))
         reduced = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in self.carry.items()}
         if names:
             nothing = {name: self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0) for name in names}
@@ -145,7 +150,8 @@ class Metrics:
         """Write the means since the last call, and the values given here. step: updates done so far."""
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
-        values |= {name: unsharded(v) for name, v in now.items() if v is not None}  # DeepSpeed does not return the norm
+        # DeepSpeed does not return the norm
+        values |= {name: unsharded(v) for name, v in now.items() if v is not None}
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         if self.mfu_per_token:
@@ -159,7 +165,9 @@ class Metrics:
         values = self._write(step, values)
         if bar is not None and "loss" in values:  # not if all windows since the last line were bad
             shown = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
-            bar.set_postfix_str(f"{shown} {values[shown]:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False)
+            bar.set_postfix_str(
+                f"{shown} {values[shown]:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False
+            )
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
@@ -174,7 +182,8 @@ class Metrics:
             self.losses = [*self.losses, values["loss"]][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
-        """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the console."""
+        """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the
+        console."""
         if not values and not samples:
             return
         values = self._write(step, values)
@@ -185,11 +194,12 @@ class Metrics:
             say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
         self.tell("on_log", step, values)
-        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens  # evaluation does not count as training time
+        # evaluation does not count as training time
+        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
 
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
-        """Append an event to events.jsonl, for the timeline of report.html. Events stay there when a run resumes from an
-        earlier checkpoint."""
+        """Append an event to events.jsonl, for the timeline of report.html. Events stay there when a run
+        resumes from an earlier checkpoint."""
         row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
         self.append("events.jsonl", [row])
         self.tell("on_event", kind, step, text)
@@ -197,8 +207,9 @@ class Metrics:
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
         """Append rows to a JSON-lines file of the run (main process).
 
-        JSON has no NaN or infinity: such a value becomes null, and not_finite records which it was. If the disk refuses a
-        line, or the folder has become another run's, a message says so, and training continues.
+        JSON has no NaN or infinity: such a value becomes null, and not_finite records which it was. If the
+        disk refuses a line, or the folder has become another run's, a message says so, and training
+        continues.
         """
         if not self.accelerator.is_main_process or not rows:
             return
@@ -214,8 +225,8 @@ class Metrics:
             say(f"{path} cannot be written ({error}): training goes on, and {len(rows)} lines are lost")
 
     def finish(self, text: str = "", best: dict[str, Any] | None = None) -> None:
-        """Write summary.json, which marks a complete run. text: of the event "finished". best: facts about the best
-        evaluation."""
+        """Write summary.json, which marks a complete run. text: of the event "finished". best: facts about
+        the best evaluation."""
         if not self.accelerator.is_main_process:
             return
         self.event("finished", int(self.last.get("step", 0)), text)
@@ -227,7 +238,9 @@ class Metrics:
             "seconds": round(self.seconds(), 1),
         } | machine(self.accelerator)
         with writing(self.output_dir):
-            replace_text(self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False))
+            replace_text(
+                self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False)
+            )
 
     def _write(self, step: int, values: dict[str, float]) -> dict[str, float]:
         values = {name: float(value) for name, value in values.items()}
@@ -248,7 +261,9 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
     """What a run was executed on, with the versions of libraries that affect results."""
     libraries = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
     return {
-        "device": torch.cuda.get_device_name() if accelerator.device.type == "cuda" else str(accelerator.device),
+        "device": torch.cuda.get_device_name()
+        if accelerator.device.type == "cuda"
+        else str(accelerator.device),
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "distributed": accelerator.distributed_type.value,
@@ -260,6 +275,10 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """A row as valid JSON: see Metrics.append."""
-    bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    bad = {
+        name: str(value)
+        for name, value in row.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    }
     kept = {name: _finite(value) if isinstance(value, dict) else value for name, value in row.items()}
     return kept | dict.fromkeys(bad) | {"not_finite": bad} if bad else kept

@@ -24,9 +24,9 @@ class NonFinite:
     def check(self, grad_norm: Tensor | None, step: int, window: Window) -> bool:
         """Whether the optimizer should take the step. If not, the window is written to bad_batches/.
 
-        Looks at what was added to the metrics as "loss", too: grad_norm is None where an engine does not return it, and with
-        fp16 an infinite gradient is left to the loss scaler, which skips the step and halves the scale, down to 1 from 2^16.
-        Raises UserError after MOST_BAD in a row.
+        Looks at what was added to the metrics as "loss", too: grad_norm is None where an engine does not
+        return it, and with fp16 an infinite gradient is left to the loss scaler, which skips the step and
+        halves the scale, down to 1 from 2^16. Raises UserError after MOST_BAD in a row.
         """
         metrics, accelerator = self.metrics, self.metrics.accelerator
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
@@ -56,10 +56,11 @@ class NonFinite:
         )
 
     def check_weights(self, model: nn.Module, step: int) -> None:
-        """Raise UserError if weights have become NaN or infinite, or differ between processes that should have the same,
-        before they are saved. Called on every process."""
+        """Raise UserError if weights have become NaN or infinite, or differ between processes that should
+        have the same, before they are saved. Called on every process."""
         accelerator = self.metrics.accelerator
-        trained = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]  # ZeRO-3: its share
+        # ZeRO-3: its share
+        trained = [getattr(p, "ds_tensor", p).detach() for p in model.parameters() if p.requires_grad]
         norm = unsharded(torch.nn.utils.get_total_norm(trained)).to(accelerator.device)
         if not accelerator.reduce(norm, "sum").isfinite():
             raise UserError(f"step {step}: weights are NaN or infinite, and are not saved")

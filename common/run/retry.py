@@ -1,13 +1,14 @@
 """Fit windows into memory: when memory runs out, repeat in smaller micro-batches with an unchanged gradient.
 
-A loss is a sum over the items of a window, divided by their number; so a window restarted with each micro-batch split in two
-has the same gradient. All later windows are split the same way. On a CPU, micro-batches are split from the start if that
-costs no time (`tokens_at_once`).
+A loss is a sum over the items of a window, divided by their number; so a window restarted with each
+micro-batch split in two has the same gradient. All later windows are split the same way. On a CPU,
+micro-batches are split from the start if that costs no time (`tokens_at_once`).
 
-Several processes have to agree on it. One that runs out of memory during a backward pass leaves the others waiting in an
-all-reduce, so with --auto_micro_batch (and with modules in `model.extra`, which a window may not use)
-DistributedDataParallel is not used: each process computes its own gradients, all agree whether memory sufficed, and one
-reduction of all gradients follows. The price is that communication no longer overlaps computation.
+Several processes have to agree on it. One that runs out of memory during a backward pass leaves the others
+waiting in an all-reduce, so with --auto_micro_batch (and with modules in `model.extra`, which a window may
+not use) DistributedDataParallel is not used: each process computes its own gradients, all agree whether
+memory sufficed, and one reduction of all gradients follows. The price is that communication no longer
+overlaps computation.
 """
 
 from collections.abc import Callable
@@ -27,18 +28,18 @@ import torch
 from torch import nn
 
 Gradients = Callable[[Window], None]
-WHAT_HELPS = (
-    "what helps: --gradient_checkpointing, --use_peft, a smaller --max_length; several processes: --auto_micro_batch"
-)
+WHAT_HELPS = "what helps: --gradient_checkpointing, --use_peft, a smaller --max_length; several processes: --auto_micro_batch"
 
 
 class Retry:
-    """`retry(gradients, step, window)`: calls gradients(window), and again in smaller micro-batches if memory runs out."""
+    """`retry(gradients, step, window)`: calls gradients(window), and again in smaller micro-batches if memory
+    runs out."""
 
     def __init__(self, args: CommonArgs, accelerator: Accelerator, model: nn.Module, metrics: Metrics):
         """model: as Accelerate prepared it. From now on call `retry.model` instead.
 
-        Raises UserError for --auto_micro_batch with sharded weights: there every forward pass waits for all processes.
+        Raises UserError for --auto_micro_batch with sharded weights: there every forward pass waits for all
+        processes.
         """
         if args.auto_micro_batch and accelerator.distributed_type in SHARDED:
             raise UserError(
@@ -49,11 +50,12 @@ class Retry:
         self.splits = 1  # parts into which each micro-batch is split
         wrapper = accelerator.unwrap_model(model)
         self.experts = wrapper.experts
-        # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has accumulated: its
-        # windows are neither split nor restarted.
+        # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has
+        # accumulated: its windows are neither split nor restarted.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
         self.tokens = math.inf if engine else tokens_at_once(accelerator, wrapper)
-        # DistributedDataParallel would wait for gradients of a script's own module that a window does not use.
+        # DistributedDataParallel would wait for gradients of a script's own module that a window does not
+        # use.
         own = len(wrapper.extra) > 0 and accelerator.distributed_type not in SHARDED
         self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
@@ -67,10 +69,13 @@ class Retry:
     def __call__(self, gradients: Gradients, step: int, window: Window) -> None:
         """Afterwards the model holds the gradients of the whole window, over all processes.
 
-        Raises UserError if even the smallest micro-batches are too large, or if the last window's gradients are still there.
+        Raises UserError if even the smallest micro-batches are too large, or if the last window's gradients
+        are still there.
         """
         if any(p.grad is not None and bool(p.grad.any()) for p in self.model.parameters()):
-            raise UserError("the gradients of the step before are still there: call optimizer.zero_grad() after each step")
+            raise UserError(
+                "the gradients of the step before are still there: call optimizer.zero_grad() after each step"
+            )
         while True:
             reason = None
             torch.manual_seed(self._seed(step) + self.accelerator.process_index)  # of dropout
@@ -100,7 +105,8 @@ class Retry:
             self._sum_gradients()
         if self.experts:
             self.metrics.add(**self.experts.finish())
-        torch.manual_seed(self._seed(step))  # the same on every process, for random numbers in the script's loop
+        # the same on every process, for random numbers in the script's loop
+        torch.manual_seed(self._seed(step))
 
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint, so that a resumed run rounds as the first one did."""
@@ -122,7 +128,9 @@ class Retry:
             raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {WHAT_HELPS}")
         self.splits *= 2
         shape = _shape(window.split(self.splits, self.tokens))
-        say(f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same")
+        say(
+            f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same"
+        )
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
 
     def _refuse_outside(self, model: nn.Module, _: Any) -> None:
@@ -135,14 +143,16 @@ class Retry:
     def _sum_gradients(self) -> None:
         """Do DistributedDataParallel's job: replace each gradient by its mean over the processes.
 
-        A weight that no process has used keeps no gradient, so that the optimizer skips it, as with one process.
+        A weight that no process has used keeps no gradient, so that the optimizer skips it, as with one
+        process.
         """
         trained = [p for p in self.model.parameters() if p.requires_grad]
         used = torch.tensor([float(p.grad is not None) for p in trained], device=self.accelerator.device)
         torch.distributed.all_reduce(used)
         trained = [p for p, times in zip(trained, used.tolist(), strict=True) if times]
         for p in trained:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # an expert that no token on this process chose
+            # an expert that no token on this process chose
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         for work in [torch.distributed.all_reduce(p.grad, async_op=True) for p in trained]:
             work.wait()
         for p in trained:

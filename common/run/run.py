@@ -1,7 +1,8 @@
 """Everything a run needs around its loop: folder, checkpoints, metrics, signals, memory, bad numbers.
 
-A `Run` never calls the model (but for --regression_suite), holds no loop and takes no optimizer step: the script does. It
-calls back one function of the script, in one place (`retry_smaller`), to repeat a window that ran out of memory.
+A `Run` never calls the model (but for --regression_suite), holds no loop and takes no optimizer step: the
+script does. It calls back one function of the script, in one place (`retry_smaller`), to repeat a window that
+ran out of memory.
 
 Its parts are in one table, by name. Each has those of these methods that it needs:
 
@@ -50,10 +51,12 @@ T = TypeVar("T")
 
 
 class Run:
-    """The plumbing of one run. `accelerator` and `resume_from` (a checkpoint, or None) are available from the start."""
+    """The plumbing of one run. `accelerator` and `resume_from` (a checkpoint, or None) are available from the
+    start."""
 
     def __init__(self, args: CommonArgs, script: str):
-        """Start the processes, and claim args.output_dir, where `prepare` leaves args.yaml and a copy of `script`.
+        """Start the processes, and claim args.output_dir, where `prepare` leaves args.yaml and a copy of
+        `script`.
 
         Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
@@ -66,7 +69,9 @@ class Run:
             self.parts["alerts"] = extra("alerts").Alerts(args)
         LAST_WORDS[:] = [self._die]  # and none of an earlier run in this process
         self.accelerator, self.resume_from, self.inputs = start(args, script)
-        self.regression = extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
+        self.regression = (
+            extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
+        )
         self.facts = ""  # for dataset.json
 
     def describe(
@@ -80,20 +85,24 @@ class Run:
     ) -> None:
         """Print what will be trained on, in full with --dry_run; `prepare` writes it to dataset.json.
 
-        example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as well. Raises
-        UserError if a sequence is longer than the model's positions.
+        example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as
+        well. Raises UserError if a sequence is longer than the model's positions.
         """
         self.tokenizer, self.windows, self.held_out = tokenizer, windows, held_out
         if self.regression:
             self.regression.tokenize(tokenizer, model)
         self.facts = describe(self, model, held_out, example_name, reference)
 
-    def prepare(self, model: FlatModel, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics and place in
-        the data. Returns the model and the optimizer to train with. Call it after `describe`."""
+    def prepare(
+        self, model: FlatModel, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics
+        and place in the data. Returns the model and the optimizer to train with. Call it after `describe`."""
         args, accelerator, windows = self.args, self.accelerator, self.windows
         if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
-            raise UserError(f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end")
+            raise UserError(
+                f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end"
+            )
         if accelerator.is_main_process:
             inputs = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
             if self.best:  # its evaluations must stay comparable
@@ -120,7 +129,12 @@ class Run:
         self.nonfinite = NonFinite(self.metrics, self.tokenizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
-        self.parts |= {"metrics": self.metrics, "retry": self.retry, "windows": windows, "regression": self.regression}
+        self.parts |= {
+            "metrics": self.metrics,
+            "retry": self.retry,
+            "windows": windows,
+            "regression": self.regression,
+        }
         if accelerator.log_with:
             self.parts["tracker"] = extra("trackers").Tracker(accelerator, args)
         if accelerator.is_main_process:
@@ -130,22 +144,28 @@ class Run:
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
         self._note_start()
         if (before := state.get("step_size", windows.step_size)) != windows.step_size:
-            say(f"a step had {before}, now {windows.step_size}: more skips rows, fewer repeats some (but in a stream)")
+            say(
+                f"a step had {before}, now {windows.step_size}: more skips rows, fewer repeats some (but in a stream)"
+            )
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:
-        """Save the object's `state_dict()` in each checkpoint; if the run resumes, restore it here, by `load_state_dict`.
-        Returns the object. Call it before the loop, on every process.
+        """Save the object's `state_dict()` in each checkpoint; if the run resumes, restore it here, by
+        `load_state_dict`. Returns the object. Call it before the loop, on every process.
 
-        The state: numbers, texts and tensors in dicts and lists, the same on every process. Tensors that FSDP2 shards are
-        kept whole, and sharded again where a dict holds them; so keep a copy of weights after `prepare`.
+        The state: numbers, texts and tensors in dicts and lists, the same on every process. Tensors that
+        FSDP2 shards are kept whole, and sharded again where a dict holds them; so keep a copy of weights
+        after `prepare`.
 
-        Raises UserError for a state of other things, which could not be read again, or if the checkpoint has another state.
+        Raises UserError for a state of other things, which could not be read again, or if the checkpoint has
+        another state.
         """
         for value in tree_leaves(kept.state_dict()):
             if not isinstance(value, Tensor) and type(value) not in (bool, int, float, str, NoneType):
                 kind = f"{type(value).__module__}.{type(value).__name__}"
-                raise UserError(f"run.keep: the state of {name!r} holds a {kind}; expected numbers, texts and tensors")
+                raise UserError(
+                    f"run.keep: the state of {name!r} holds a {kind}; expected numbers, texts and tensors"
+                )
         self.kept[name] = kept
         if self.resume_from:
             load_kept(name, kept, self.resume_from)
@@ -153,16 +173,20 @@ class Run:
 
     def _each(self, method: str, *words: Any) -> dict[str, Any]:
         """Call a method of every part that has it; what each returns, by the part's name."""
-        return {name: getattr(part, method)(*words) for name, part in self.parts.items() if hasattr(part, method)}
+        return {
+            name: getattr(part, method)(*words) for name, part in self.parts.items() if hasattr(part, method)
+        }
 
-    # --- the loop -------------------------------------------------------------------------------------------------------
+    # --- the loop -------------------------------------------------------------------------------------------
 
     def steps(self, last: int, save_every: int = 1) -> Iterator[int]:
-        """Yield the number of updates done so far: the checkpoint's (or 0), then one more after each update, up to `last`.
+        """Yield the number of updates done so far: the checkpoint's (or 0), then one more after each update,
+        up to `last`.
 
         save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
-        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:  # whose optimizer has pieces of its own
+        # whose optimizer has pieces of its own
+        if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             check_modules(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self.optimizer)
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
@@ -186,11 +210,16 @@ class Run:
                 yield step
 
     def _die(self, error: BaseException) -> None:
-        """The last thing that happens when an error ends the run. After an OutsideError all processes are here, and a
-        checkpoint is written, unless between the steps of one rollout: no run can resume from there."""
+        """The last thing that happens when an error ends the run. After an OutsideError all processes are
+        here, and a checkpoint is written, unless between the steps of one rollout: no run can resume from
+        there."""
         text = str(error) if isinstance(error, UserError) else repr(error)
         try:
-            if isinstance(error, OutsideError) and self.step > self.saved_step and self.step % self.save_every == 0:
+            if (
+                isinstance(error, OutsideError)
+                and self.step > self.saved_step
+                and self.step % self.save_every == 0
+            ):
                 self._save(self.step)
         finally:
             if "metrics" in self.parts:
@@ -219,9 +248,9 @@ class Run:
             self.metrics.event("best", step, f"{self.best.name} {self.best.value:.4g}")
 
     def checkpoint(self, step: int) -> bool:
-        """Save if it is due: by save_steps, save_minutes, a new best evaluation, a signal or max_hours. Returns whether the
-        run ends here: after the last step, or by early stopping. A run that was told to stop exits here with code 75. The
-        same on every process."""
+        """Save if it is due: by save_steps, save_minutes, a new best evaluation, a signal or max_hours.
+        Returns whether the run ends here: after the last step, or by early stopping. A run that was told to
+        stop exits here with code 75. The same on every process."""
         can_save = step % self.save_every == 0
         asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
         due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
@@ -235,12 +264,25 @@ class Run:
         return step == self.last_step or (self.best is not None and self.best.stops(step))
 
     def _save(self, step: int) -> None:
-        """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training continues."""
+        """Write checkpoint-<step> and prune old ones. On a full disk it prints a line, and training
+        continues."""
         self.nonfinite.check_weights(self.model, step)
         refuse_deleted_folder(self.accelerator, Path(self.args.output_dir))
-        state = {"step_size": self.windows.step_size, "base_dtype": self.base_dtype, "parts": self._each("state", step)}
+        state = {
+            "step_size": self.windows.step_size,
+            "base_dtype": self.base_dtype,
+            "parts": self._each("state", step),
+        }
         written = save_checkpoint(
-            self.args, self.accelerator, self.model, self.optimizer, self.tokenizer, step, state, self.best_step, self.kept
+            self.args,
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            self.tokenizer,
+            step,
+            state,
+            self.best_step,
+            self.kept,
         )
         if self.best and not written:
             self.best.withdraw(step)
@@ -250,17 +292,18 @@ class Run:
         self.save_wanted, self.saved_step = False, step
 
     def retry_smaller(self, gradients: Gradients, window: Window) -> None:
-        """Call gradients(window), again in smaller micro-batches if memory runs out; the gradient stays the same. Dropout is
-        a function of (seed, step, process)."""
+        """Call gradients(window), again in smaller micro-batches if memory runs out; the gradient stays the
+        same. Dropout is a function of (seed, step, process)."""
         self.retry(gradients, self.step, window)
 
     def is_finite(self, grad_norm: Tensor | None, window: Window) -> bool:
-        """Whether to take the step: the gradient's norm and the window's "loss" in `metrics` are finite on every process.
-        If not, that is reported and counted, and the window written to bad_batches/."""
+        """Whether to take the step: the gradient's norm and the window's "loss" in `metrics` are finite on
+        every process. If not, that is reported and counted, and the window written to bad_batches/."""
         return self.nonfinite.check(grad_norm, self.step, window)
 
     def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:
-        """End the window; every logging_steps write the means of what was added to `metrics`, together with `values`."""
+        """End the window; every logging_steps write the means of what was added to `metrics`, together with
+        `values`."""
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
             self.metrics.log(step, self.bar, **values)
@@ -274,8 +317,11 @@ class Run:
         lengths: list[int] | None = None,
         **more: float,
     ) -> None:
-        """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and completions.jsonl."""
-        judged = not rewards or any(value is not None for completion in completions for value in completion.rewards)
+        """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and
+        completions.jsonl."""
+        judged = not rewards or any(
+            value is not None for completion in completions for value in completion.rewards
+        )
         self.unjudged = 0 if judged else self.unjudged + 1
         if self.unjudged == 20:
             raise UserError("no reward function gave a number in 20 rollouts in a row (all returned None)")
@@ -287,7 +333,8 @@ class Run:
 
     def finish(self, try_next: str, also: Callable[[], None] | None = None) -> None:
         """Write the final model, summary.json and report.html, and print where they are and what to try next.
-        also: writes further files of the final model, on the main process, before the run counts as complete."""
+        also: writes further files of the final model, on the main process, before the run counts as
+        complete."""
         args, metrics = self.args, self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
@@ -299,7 +346,11 @@ class Run:
                 extra("hub").write_card(args, self.script, self.best_step)
             prune(args.output_dir, self.step, args.save_total_limit, self.best_step)  # what a kill has left
         metrics.last = self.best.of_exported(metrics.last) if best else metrics.last
-        both = [(name, value, metrics.last[name]) for name, value in metrics.first_eval.items() if name in metrics.last]
+        both = [
+            (name, value, metrics.last[name])
+            for name, value in metrics.first_eval.items()
+            if name in metrics.last
+        ]
         shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)
         if both:
@@ -331,7 +382,8 @@ class Run:
         self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
-        """Whether something that happens every N steps (0: never), and at the step `last`, happens at this one.
+        """Whether something that happens every N steps (0: never), and at the step `last`, happens at this
+        one.
 
         done: the last step at which it has already happened: a resumed run repeats nothing.
         """

@@ -1,8 +1,8 @@
 """A run that is told to stop finishes its step, saves a checkpoint and exits; the same command resumes it.
 
-SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal is closed) stop the run, SIGUSR1 makes it save and continue; so do
---max_hours and --save_minutes by the clock. Once per step all processes agree on what to do, so that all of them save at the
-same step.
+SIGTERM, SIGINT (Ctrl-C) and SIGHUP (its terminal is closed) stop the run, SIGUSR1 makes it save and continue;
+so do --max_hours and --save_minutes by the clock. Once per step all processes agree on what to do, so that
+all of them save at the same step.
 """
 
 import os
@@ -29,7 +29,8 @@ reset_in_children(set(SIGNALS))
 
 
 class Signals:
-    """While active (until `close`), signals and the clock make requests, which `asked_for` reports between two steps.
+    """While active (until `close`), signals and the clock make requests, which `asked_for` reports between
+    two steps.
 
     Before that (while data and model are loaded) signals have their usual effect. Created on every process.
     """
@@ -41,7 +42,8 @@ class Signals:
         self.clock = extra("clock").Clock(args) if args.max_hours or args.save_minutes else None
         self.is_first = True  # the next question
         self.first_at = 0.0  # time of the first SIGINT; a second one leaves at once
-        # A killed launcher leaves its processes behind, which would keep running beside the run that replaces them.
+        # A killed launcher leaves its processes behind, which would keep running beside the run that replaces
+        # them.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
         nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -49,10 +51,12 @@ class Signals:
         self.before = {number: signal.signal(number, self._note) for number in heeded}
 
     def asked_for(self, possible: bool = True) -> str:
-        """What to do now: "", "save", or "stop" (after a save). The same on every process; called by all at each step.
+        """What to do now: "", "save", or "stop" (after a save). The same on every process; called by all at
+        each step.
 
-        possible: whether the run can save here at all; requests are kept until it can. The first answer of a run is always
-        "": nothing has been trained yet, and a run that is stopped again and again must still make progress.
+        possible: whether the run can save here at all; requests are kept until it can. The first answer of a
+        run is always "": nothing has been trained yet, and a run that is stopped again and again must still
+        make progress.
         """
         if not possible:
             return ""
@@ -93,7 +97,8 @@ class Signals:
 
     def _note(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
-            # Within a second it is the same one: a launcher forwards what its processes also got from the terminal.
+            # Within a second it is the same one: a launcher forwards what its processes also got from the
+            # terminal.
             if self.first_at and time.time() - self.first_at > 1.0:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()

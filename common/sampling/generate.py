@@ -1,7 +1,7 @@
 """Sampling: prompts -> completions with the log-probabilities of their tokens.
 
-A prompt is read once, however many completions it gets, and a finished completion leaves the batch. Each completion has its
-own random generator, so that it does not depend on the rest of the batch.
+A prompt is read once, however many completions it gets, and a finished completion leaves the batch. Each
+completion has its own random generator, so that it does not depend on the rest of the batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,8 @@ class Sampled(NamedTuple):
     """A completion."""
 
     ids: list[int]  # the sampled tokens, including the stop token
-    logps: list[float]  # log-probability of each under the model at the sampling temperature, before top_k and top_p
+    # log-probability of each under the model at the sampling temperature, before top_k and top_p
+    logps: list[float]
     finished: bool  # ended with a stop token; False: truncated at max_new_tokens
 
 
@@ -50,7 +51,8 @@ class Decoder(Protocol):
 class Way(NamedTuple):
     """How a kind of model is sampled from."""
 
-    decoder: Callable[[Sequence[Sequence[int]], Sequence[int], int], Decoder]  # (prompts, prompt of each, longest)
+    # (prompts, prompt of each, longest)
+    decoder: Callable[[Sequence[Sequence[int]], Sequence[int], int], Decoder]
     attention: str  # the implementation that it needs, of a model that is trained on flat rows
     equal_lengths: bool = False  # whether only prompts of equal length can be completed together
 
@@ -69,10 +71,11 @@ def sample(
 ) -> list[Sampled]:
     """Sample one completion for each prompt (token ids). The same prompt may occur many times.
 
-    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: one limit for all, or
-    one per completion. stop_ids: the tokens that end a completion; None: the model's own. temperature 0 takes the most
-    probable token. top_k 0 and top_p 1 leave the distribution unrestricted. batch_size: completions sampled at a time, which
-    limits memory and changes nothing else; None: as many as fit. It is halved when memory runs out.
+    keys: one tuple of non-negative integers per prompt, the seed of its completion. max_new_tokens: one limit
+    for all, or one per completion. stop_ids: the tokens that end a completion; None: the model's own.
+    temperature 0 takes the most probable token. top_k 0 and top_p 1 leave the distribution unrestricted.
+    batch_size: completions sampled at a time, which limits memory and changes nothing else; None: as many as
+    fit. It is halved when memory runs out.
 
     A completion ends, unfinished, at the model's last position. Raises UserError for a longer prompt.
     """
@@ -87,14 +90,20 @@ def sample(
     todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.equal_lengths else i)
     with generating(model, way.attention) as lm:
         while todo:
-            part = [i for i in todo[:batch_size] if not way.equal_lengths or len(prompts[i]) == len(prompts[todo[0]])]
+            part = [
+                i
+                for i in todo[:batch_size]
+                if not way.equal_lengths or len(prompts[i]) == len(prompts[todo[0]])
+            ]
             distinct = list(dict.fromkeys(tuple(prompts[i]) for i in part))
             number = {prompt: p for p, prompt in enumerate(distinct)}
             owner, most = [number[tuple(prompts[i])] for i in part], [limits[i] for i in part]
             batch = None
             try:
                 decoder = way.decoder(distinct, owner, max(most))
-                batch = _sample_batch(decoder, [keys[i] for i in part], stop_ids, most, temperature, top_k, top_p)
+                batch = _sample_batch(
+                    decoder, [keys[i] for i in part], stop_ids, most, temperature, top_k, top_p
+                )
             except Exception as error:
                 if not is_oom(error) or len(owner) == 1:
                     raise
@@ -124,8 +133,8 @@ def at_once(model: FlatModel, way: Way, longest: int) -> int:
 
 @contextlib.contextmanager
 def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]:
-    """Context with the language model ready to sample: in eval mode, with this attention if it is trained on flat rows, not
-    compiled. Everything is restored afterwards.
+    """Context with the language model ready to sample: in eval mode, with this attention if it is trained on
+    flat rows, not compiled. Everything is restored afterwards.
 
     With sharded weights all processes enter it together.
     """
@@ -140,8 +149,8 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     gathered = extra("sharded").gathered(model) if is_sharded(model) else contextlib.nullcontext()
     eager = torch.compiler.set_stance("force_eager")
     try:
-        # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference mode, because
-        # a backward pass may not use tensors created in it.
+        # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference
+        # mode, because a backward pass may not use tensors created in it.
         with limited, cast_once(inner) as cached_casts, torch.no_grad(), gathered, eager:
             with contextlib.nullcontext() if cached_casts else torch.inference_mode():
                 yield lm
@@ -153,10 +162,11 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
 
 @contextlib.contextmanager
 def cast_once(lm: nn.Module) -> Iterator[bool]:
-    """Context in which weights are cast for autocast once instead of for each token. Yields whether autocast is active.
+    """Context in which weights are cast for autocast once instead of for each token. Yields whether autocast
+    is active.
 
-    Autocast itself caches only weights that require a gradient, none in inference mode, and none of experts, whose product
-    it does not know.
+    Autocast itself caches only weights that require a gradient, none in inference mode, and none of experts,
+    whose product it does not know.
     """
     autocast, frozen = torch.is_autocast_enabled(lm.device.type), []
     if autocast:
@@ -201,8 +211,8 @@ def _sample_batch(
     logps = torch.zeros(C, max_new_tokens, device=device)
     rows = torch.arange(C, device=device)  # the completions in the batch
     unfinished = torch.ones(C, dtype=torch.bool, device=device)
-    # Checking for finished ones synchronises with a GPU: only every few tokens. There, fewer rows also mean a new CUDA
-    # graph.
+    # Checking for finished ones synchronises with a GPU: only every few tokens. There, fewer rows also mean a
+    # new CUDA graph.
     check_every, shrink_below = (1, 0.9) if device.type == "cpu" else (8, 0.75)
     for t in range(max_new_tokens):
         chosen, tokens_logps = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
@@ -223,12 +233,15 @@ def _sample_batch(
     ends = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, last + 1).tolist()
     return [
         Sampled(row[:end], row_logps[:end], finished)
-        for row, row_logps, end, finished in zip(tokens.tolist(), logps.tolist(), ends, ended.any(-1).tolist(), strict=True)
+        for row, row_logps, end, finished in zip(
+            tokens.tolist(), logps.tolist(), ends, ended.any(-1).tolist(), strict=True
+        )
     ]
 
 
 class FlatDecoder:
-    """A Decoder that calls the model on flat rows, as in training: first all prompts, then the newest tokens."""
+    """A Decoder that calls the model on flat rows, as in training: first all prompts, then the newest
+    tokens."""
 
     def __init__(
         self,
@@ -240,7 +253,8 @@ class FlatDecoder:
     ):
         """lm: with `cached_attention`. prompts: P distinct ones. owner: the prompt of each of C completions.
 
-        static: keep memory at fixed addresses from step to step, as a CUDA graph requires; None: on a GPU only.
+        static: keep memory at fixed addresses from step to step, as a CUDA graph requires; None: on a GPU
+        only.
         """
         self.lm, self.prompts = lm, prompts
         self.device = base_lm(lm).device
@@ -269,19 +283,23 @@ class FlatDecoder:
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.cache.advance()
         self.position += 1
-        return self._next(tokens) if self.graph is None else self.graph(self._next, tokens, self.cache.version)
+        return (
+            self._next(tokens) if self.graph is None else self.graph(self._next, tokens, self.cache.version)
+        )
 
     def _next(self, tokens: Tensor) -> Tensor:
         self.cache.begin_pass()
         return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
 
 
-def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulative distribution at a uniform number.
 
-    logits (rows, V), uniforms (rows,) in [0, 1). Returns tokens (rows,) and their log-probabilities (rows,) under the
-    unrestricted softmax(logits / temperature). temperature 0: the most probable token, with its log-probability at 1.
-    top_k and top_p (Holtzman et al. 2020, arXiv 1904.09751) restrict what can be drawn.
+    logits (rows, V), uniforms (rows,) in [0, 1). Returns tokens (rows,) and their log-probabilities (rows,)
+    under the unrestricted softmax(logits / temperature). temperature 0: the most probable token, with its
+    log-probability at 1. top_k and top_p (Holtzman et al. 2020, arXiv 1904.09751) restrict what can be drawn.
     """
     if temperature == 0:
         largest, tokens = logits.max(-1)
@@ -297,7 +315,8 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
             ordered, order = probs.sort(descending=True, stable=True)
         if top_p < 1.0:
             reached = ordered.cumsum(-1)
-            keep = reached - ordered < top_p * reached[:, -1:]  # up to and including the token that crosses top_p
+            # up to and including the token that crosses top_p
+            keep = reached - ordered < top_p * reached[:, -1:]
             keep[:, 0] = True
             ordered = ordered * keep
         tokens = order.gather(-1, _invert(ordered, uniforms))
@@ -305,12 +324,13 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float, top_k: int = 0, t
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): the index at which the cumulative share reaches
-    `uniforms`.
+    """(rows, W) weights of any sum, (rows,) uniforms -> (rows, 1): the index at which the cumulative share
+    reaches `uniforms`.
 
-    In two levels for a large vocabulary: first the block, then the token in it. A cumulative sum over all tokens would be
-    another pass over memory, and in float32 too coarse for rare tokens; these short ones are in float64 (where available),
-    so the 24 bits of a float32 uniform are the only limit. An index of weight 0 is never returned.
+    In two levels for a large vocabulary: first the block, then the token in it. A cumulative sum over all
+    tokens would be another pass over memory, and in float32 too coarse for rare tokens; these short ones are
+    in float64 (where available), so the 24 bits of a float32 uniform are the only limit. An index of weight 0
+    is never returned.
     """
     W, fine = weights.shape[-1], finest_dtype(weights.device)
     if W <= DRAW_AT_ONCE:
@@ -325,9 +345,11 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert_short(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval contains the share, and where in it, in [0, 1)."""
+    """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval contains the share, and where in it,
+    in [0, 1)."""
     cumulative = weights.cumsum(-1)
-    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]  # below the sum even in float32
+    # below the sum even in float32
+    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index)
     return index, ((target - cumulative.gather(-1, index) + weight) / weight).clamp(0, 1 - 2**-24)

@@ -1,11 +1,13 @@
-"""The key/value cache of sampling: a prompt's entries once, however many completions it has, plus each completion's own.
+"""The key/value cache of sampling: a prompt's entries once, however many completions it has, plus each
+completion's own.
 
-The function here is registered with transformers' attention interface under the name "cached". It stores the keys and values
-that the layers compute, so the model is called as in training, on a flat row: first all prompts end to end, then the newest
-token of each completion. Memory is written in place: no step copies existing entries.
+The function here is registered with transformers' attention interface under the name "cached". It stores the
+keys and values that the layers compute, so the model is called as in training, on a flat row: first all
+prompts end to end, then the newest token of each completion. Memory is written in place: no step copies
+existing entries.
 
-Shapes: P distinct prompts, Lp tokens of the longest; n completions, at most G per prompt; H heads, Hkv key heads,
-g = H / Hkv, Dh.
+Shapes: P distinct prompts, Lp tokens of the longest; n completions, at most G per prompt; H heads, Hkv key
+heads, g = H / Hkv, Dh.
 """
 
 from collections.abc import Sequence
@@ -22,10 +24,12 @@ FIRST_CAPACITY = 64  # tokens per completion; doubled when full, so that memory 
 
 
 def register() -> None:
-    """Register cached attention with transformers. Called when sampling starts, because importing transformers is slow."""
+    """Register cached attention with transformers. Called when sampling starts, because importing
+    transformers is slow."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(CACHED, cached_attention)  # no mask function, so that transformers builds no mask
+    # no mask function, so that transformers builds no mask
+    AttentionInterface.register(CACHED, cached_attention)
 
 
 @dataclass
@@ -39,13 +43,18 @@ class Layer:
 class KVCache:
     """The entries that completions attend to: their prompt and their own tokens.
 
-    prompts: the P distinct ones. owner: the prompt of each of the n completions. limit: the maximum number of tokens of a
-    completion. static: shapes and addresses stay the same until `version` changes, as a CUDA graph requires; unfilled
-    columns are masked rather than left out.
+    prompts: the P distinct ones. owner: the prompt of each of the n completions. limit: the maximum number of
+    tokens of a completion. static: shapes and addresses stay the same until `version` changes, as a CUDA
+    graph requires; unfilled columns are masked rather than left out.
     """
 
     def __init__(
-        self, prompts: Sequence[Sequence[int]], owner: Sequence[int], limit: int, device: torch.device, static: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        owner: Sequence[int],
+        limit: int,
+        device: torch.device,
+        static: bool = False,
     ):
         self.device, self.static, self.limit = device, static, limit
         self.capacity = min(limit, FIRST_CAPACITY)
@@ -61,7 +70,8 @@ class KVCache:
         self.prompt_length = Lp = int(lengths.max())
         start = lengths.cumsum(0) - lengths
         column = torch.arange(Lp) - (Lp - lengths[:, None])  # (P, Lp), negative in the padding
-        self.source = (start[:, None] + column.clamp(min=0)).to(device)  # the token of the flat row in each column
+        # the token of the flat row in each column
+        self.source = (start[:, None] + column.clamp(min=0)).to(device)
         self.padding = torch.where(column < 0, -torch.inf, 0.0)[:, None, None].to(device)  # (P, 1, 1, Lp)
         self._group_by_prompt(np.asarray(owner))
 
@@ -74,10 +84,13 @@ class KVCache:
         start = np.cumsum(sizes) - sizes
         slot = np.empty(n, np.int64)  # of each completion
         slot[order] = owner[order] * self.G + np.arange(n) - start[owner[order]]
-        member = np.zeros(len(sizes) * self.G, np.int64)  # the completion in each slot; any one in an unused slot
+        # the completion in each slot; any one in an unused slot
+        member = np.zeros(len(sizes) * self.G, np.int64)
         member[slot] = np.arange(n)
         in_order = len(member) == n and bool((member == np.arange(n)).all())
-        self.member, self.slot = (None, None) if in_order else (to_device(x, self.device) for x in (member, slot))
+        self.member, self.slot = (
+            (None, None) if in_order else (to_device(x, self.device) for x in (member, slot))
+        )
 
     def advance(self) -> None:
         """Make room for the next token of every completion."""
@@ -90,7 +103,8 @@ class KVCache:
                 layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
 
     def begin_pass(self) -> None:
-        """Start a pass of the newest tokens through the layers, possibly again: an earlier pass may have failed half way."""
+        """Start a pass of the newest tokens through the layers, possibly again: an earlier pass may have
+        failed half way."""
         self.calls, self.masks = 0, {}
 
     def _grown(self, old: Tensor) -> Tensor:
@@ -105,7 +119,8 @@ class KVCache:
     def keep(self, keep: np.ndarray) -> Tensor:
         """Drop completions, keep (n,) bool, and prompts without completions.
 
-        The last rows move into the gaps; the others are not copied. Returns the old indices of the remaining rows, (n',).
+        The last rows move into the gaps; the others are not copied. Returns the old indices of the remaining
+        rows, (n',).
         """
         order, *of_completions = _close_gaps(keep)
         owner = self.owner[order]
@@ -119,7 +134,10 @@ class KVCache:
                 filled[gaps] = filled[moved]
             for shared in (layer.prompt_keys, layer.prompt_values) if len(moved_prompts) else ():
                 shared[prompt_gaps] = shared[moved_prompts]
-            layer.prompt_keys, layer.prompt_values = layer.prompt_keys[: len(prompts)], layer.prompt_values[: len(prompts)]
+            layer.prompt_keys, layer.prompt_values = (
+                layer.prompt_keys[: len(prompts)],
+                layer.prompt_values[: len(prompts)],
+            )
         self.padding = self.padding[to_device(prompts, self.device)]
         number = np.empty(len(in_use), np.int64)
         number[prompts] = np.arange(len(prompts))
@@ -127,7 +145,7 @@ class KVCache:
         self.version += 1
         return to_device(order, self.device)
 
-    # --- called by the layers -----------------------------------------------------------------------------------------
+    # --- called by the layers -------------------------------------------------------------------------------
 
     def read_prompts(self, key: Tensor, value: Tensor) -> None:
         """key, value (Hkv, T, Dh) of all prompts end to end."""
@@ -144,10 +162,11 @@ class KVCache:
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """query (n, H, Dh), key and value (n, Hkv, Dh) of the newest tokens -> (n, H, Dh). softcap, sinks: flat_attention.
+        """query (n, H, Dh), key and value (n, Hkv, Dh) of the newest tokens -> (n, H, Dh). softcap, sinks:
+        flat_attention.
 
-        One softmax over the prompt's tokens and the completion's own. All completions of a prompt are multiplied with it
-        together, so that it is read from memory once.
+        One softmax over the prompt's tokens and the completion's own. All completions of a prompt are
+        multiplied with it together, so that it is read from memory once.
         """
         layer = self.layers[self.calls]
         self.calls += 1
@@ -160,10 +179,14 @@ class KVCache:
             keys, values = keys[:, :, : self.t + 1], values[:, :, : self.t + 1]
             keys[:, :, self.t], values[:, :, self.t] = key, value
         query = query.reshape(n, key.shape[1], -1, Dh)
-        to_prompt, to_own = _scores(self._by_prompt(query), layer.prompt_keys, scaling), _scores(query, keys, scaling)
+        to_prompt, to_own = (
+            _scores(self._by_prompt(query), layer.prompt_keys, scaling),
+            _scores(query, keys, scaling),
+        )
         if softcap is not None:
             to_prompt, to_own = (torch.tanh(scores / softcap) * softcap for scores in (to_prompt, to_own))
-        scores = torch.cat([self._by_completion(to_prompt + self.padding), to_own], -1)  # (n, Hkv, g, Lp + own)
+        # (n, Hkv, g, Lp + own)
+        scores = torch.cat([self._by_completion(to_prompt + self.padding), to_own], -1)
         mask = self._mask(window, scores.shape[-1])
         scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
         if sinks is not None:
@@ -186,8 +209,8 @@ class KVCache:
     def _mask(self, window: int | None, width: int) -> Tensor | None:
         """(width,) bool: the columns that the newest token must not see; None if it sees all.
 
-        The same in all rows, because prompts end at the same column. Built once per step for all layers with the same
-        window.
+        The same in all rows, because prompts end at the same column. Built once per step for all layers with
+        the same window.
         """
         if not self.static and (window is None or width <= window):
             return None
@@ -208,7 +231,8 @@ def _close_gaps(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
-    """query (b, Hkv, q, Dh), keys (b, Hkv, k, Dh) -> (b, Hkv, q, k), float32 or better: bfloat16 would round the scores."""
+    """query (b, Hkv, q, Dh), keys (b, Hkv, k, Dh) -> (b, Hkv, q, k), float32 or better: bfloat16 would round
+    the scores."""
     if query.dtype in (torch.float32, torch.float64):
         return (query * scaling) @ keys.transpose(-1, -2)
     if query.device.type == "cuda":
@@ -232,7 +256,8 @@ def cached_attention(
     kv_cache: KVCache,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each prompt, or of the newest tokens. query (1, H, T, Dh), key and value (1, Hkv, T, Dh).
+    """Causal attention within each prompt, or of the newest tokens. query (1, H, T, Dh), key and value (1,
+    Hkv, T, Dh).
 
     Raises RuntimeError as `flat_attention` does.
     """
@@ -241,7 +266,9 @@ def cached_attention(
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
         kwargs |= {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
-        return flat_attention(module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs)
+        return flat_attention(
+            module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs
+        )
     with torch.autocast(query.device.type, enabled=False):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling

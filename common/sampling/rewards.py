@@ -1,8 +1,8 @@
 """Rewards: built-in functions, user functions, and reward models; running user code.
 
-A reward function has TRL's signature: `f(prompts, completions, **columns) -> list[float | None]`, one number per
-completion; None abstains. `completions` are strings, or, if the prompts are chats, lists with one assistant message.
-`columns` holds every other column of the dataset, and `completion_ids`.
+A reward function has TRL's signature: `f(prompts, completions, **columns) -> list[float | None]`, one number
+per completion; None abstains. `completions` are strings, or, if the prompts are chats, lists with one
+assistant message. `columns` holds every other column of the dataset, and `completion_ids`.
 """
 
 import asyncio
@@ -30,12 +30,17 @@ RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as passed to reward functions
 REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
 LARGEST = 1e15  # largest reward: its square is finite in float32
-# A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three digits.
-NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?")
+# A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three
+# digits.
+NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?"
+)
 OWED = re.compile(r"(?<![^\W_]|[)])-\\?[$€£¥₹] ?")  # -$5
 GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3}(?!\d))")  # 1{,}000 in TeX
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
-FORMULA = re.compile(r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b")
+FORMULA = re.compile(
+    r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b"
+)
 
 
 class Reward(NamedTuple):
@@ -47,8 +52,9 @@ class Reward(NamedTuple):
 def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--reward_funcs") -> list[Reward]:
     """Reward functions by name. flag: the one that named them, for messages.
 
-    exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a folder or
-    Hub name of an AutoModelForSequenceClassification with one label). Raises UserError if one cannot be loaded.
+    exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a
+    folder or Hub name of an AutoModelForSequenceClassification with one label). Raises UserError if one
+    cannot be loaded.
     """
     rewards = []
     for spec in specs or []:
@@ -75,12 +81,12 @@ def _load(spec: str, device: torch.device) -> Reward:
     return Reward(Path(spec).name, extra("reward_model").load(spec, device))
 
 
-# --- user code ------------------------------------------------------------------------------------------------------
+# --- user code ----------------------------------------------------------------------------------------------
 
 
 def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
-    """The function or class named by "path/to/file.py:name". timeout: seconds that the import may take; 0: no limit. Raises
-    UserError if it cannot be loaded."""
+    """The function or class named by "path/to/file.py:name". timeout: seconds that the import may take; 0: no
+    limit. Raises UserError if it cannot be loaded."""
     path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
     if not os.path.isfile(path):
         raise UserError(f"there is no file {path}")
@@ -94,8 +100,8 @@ def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
 
 
 def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """function(**arguments), awaited if necessary. Raises whatever it raises, and TimeLimitReached after `timeout` seconds
-    (0: no limit)."""
+    """function(**arguments), awaited if necessary. Raises whatever it raises, and TimeLimitReached after
+    `timeout` seconds (0: no limit)."""
     with time_limit(timeout):
         value = function(**arguments)
         return asyncio.run(value) if inspect.isawaitable(value) else value
@@ -110,7 +116,9 @@ def must(what: str, function: Callable[..., Any], timeout: float, /, **arguments
     except TimeLimitReached:
         raise UserError(f"{what} took more than {timeout:g} s") from None
     except BaseException as error:  # user code may raise anything, and call sys.exit
-        raise UserError(f"{what} raised {type(error).__name__}: {quoted(error, 600, str)}{_line_of(error)}") from None
+        raise UserError(
+            f"{what} raised {type(error).__name__}: {quoted(error, 600, str)}{_line_of(error)}"
+        ) from None
 
 
 def _line_of(error: BaseException) -> str:
@@ -121,15 +129,15 @@ def _line_of(error: BaseException) -> str:
     return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
-# --- ready-made -----------------------------------------------------------------------------------------------------
+# --- ready-made ---------------------------------------------------------------------------------------------
 
 
 def exact_number(
     prompts: list, completions: list[Completion], answer: list, mark: str = "", **columns: Any
 ) -> list[float | None]:
-    """1 if the completion's number equals the answer's, else 0. The number of a text is the one after its last "####",
-    "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None if the answer, from its last mark on, is not
-    one number: a fraction, a formula, a list.
+    """1 if the completion's number equals the answer's, else 0. The number of a text is the one after its
+    last "####", "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None if the answer, from its
+    last mark on, is not one number: a fraction, a formula, a list.
 
     mark: in a completion only a number after it counts ("Answer:").
     """
@@ -149,7 +157,8 @@ def _plain(text: str) -> str:
 
 
 def regex(pattern: str) -> Callable[..., list[float]]:
-    """1 if the pattern is found in the completion, else 0 (re.DOTALL; anchor it with ^ and $ to match the whole)."""
+    """1 if the pattern is found in the completion, else 0 (re.DOTALL; anchor it with ^ and $ to match the
+    whole)."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -167,7 +176,9 @@ def length(limit: str) -> Callable[..., list[float]]:
         raise UserError("expected a number of tokens, for instance length:200")
     N = int(limit)
 
-    def length(prompts: list, completions: list[Completion], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    def length(
+        prompts: list, completions: list[Completion], completion_ids: list[list[int]], **columns: Any
+    ) -> list[float]:
         return [min(0.0, (N - len(ids)) / N) for ids in completion_ids]
 
     return length
@@ -193,7 +204,7 @@ def text_of(completion: Completion) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-# --- scoring --------------------------------------------------------------------------------------------------------
+# --- scoring ------------------------------------------------------------------------------------------------
 
 
 def score(
@@ -205,15 +216,18 @@ def score(
 ) -> list[list[float | None]]:
     """Apply every function to every completion: [function][completion].
 
-    rows: the dataset's row of each completion, with its "prompt". texts: for a completion of several turns its messages.
-    objects: further columns, passed by reference, whereas the others are copied. Raises UserError, naming the function, if
-    one raises or returns anything but one finite number (or None) per completion.
+    rows: the dataset's row of each completion, with its "prompt". texts: for a completion of several turns
+    its messages. objects: further columns, passed by reference, whereas the others are copied. Raises
+    UserError, naming the function, if one raises or returns anything but one finite number (or None) per
+    completion.
     """
     if not rows:
         return [[] for _ in rewards]
     prompts = [row["prompt"] for row in rows]
     completions = [
-        text if isinstance(prompt, str) or isinstance(text, list) else [{"role": "assistant", "content": text}]
+        text
+        if isinstance(prompt, str) or isinstance(text, list)
+        else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     names = {name: None for row in rows for name in row if name not in ("prompt", "prompt_ids")}
@@ -223,12 +237,15 @@ def score(
 
 
 def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[float | None]:
-    """Apply one function to every completion. given: its arguments, copies, so that it cannot change what is trained on."""
+    """Apply one function to every completion. given: its arguments, copies, so that it cannot change what is
+    trained on."""
     where = f"reward function {reward.name}"
     try:
         values = must(where, reward.function, reward.timeout, **given)
     except UserError as error:
-        raise UserError(f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}") from None
+        raise UserError(
+            f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}"
+        ) from None
     try:
         values = values.tolist() if hasattr(values, "tolist") else values  # of numpy, torch or pandas
         if not isinstance(values, list | tuple):
@@ -236,7 +253,9 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
         numbers = [None if value is None else float(value) for value in values]
     except (TypeError, ValueError, OverflowError):
         numbers = []
-    if len(numbers) != len(prompts) or not all(number is None or abs(number) <= LARGEST for number in numbers):
+    if len(numbers) != len(prompts) or not all(
+        number is None or abs(number) <= LARGEST for number in numbers
+    ):
         raise UserError(
             f"{where} returned {quoted(values, 600)} for {len(prompts)} completions; expected a list with one finite number "
             f"(of at most {LARGEST:g} in size) or None for each"
@@ -251,11 +270,14 @@ def score_by_name(
     ids: list[list[int]],
     weights: list[float] | None = None,
 ) -> dict[str, list[float | None]]:
-    """{name of the function: scores}, for an evaluation. weights: also score their weighted sum, as "reward"."""
+    """{name of the function: scores}, for an evaluation. weights: also score their weighted sum, as
+    "reward"."""
     scores = score(rewards, rows, texts, ids)
     named = dict(zip([reward.name for reward in rewards], scores, strict=True))
     if rewards and weights is not None:
-        table = torch.tensor([[math.nan if v is None else v for v in values] for values in zip(*scores, strict=True)])
+        table = torch.tensor(
+            [[math.nan if v is None else v for v in values] for values in zip(*scores, strict=True)]
+        )
         total = combine_rewards(table, torch.tensor(weights)).tolist()
         named["reward"] = [None if math.isnan(value) else value for value in total]
     return named

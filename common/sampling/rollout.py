@@ -26,11 +26,13 @@ class RolloutSchedule:
         windows_per_rollout: int,
         updates_per_rollout: int,
     ):
-        """num_generations: completions per prompt. updates_per_rollout: steps per rollout, a multiple of its windows. The
-        run lasts max_steps steps, or num_train_epochs passes over the prompts. Raises UserError if num_generations does not
-        divide the completions of a window."""
+        """num_generations: completions per prompt. updates_per_rollout: steps per rollout, a multiple of its
+        windows. The run lasts max_steps steps, or num_train_epochs passes over the prompts. Raises UserError
+        if num_generations does not divide the completions of a window."""
         self.train, self.updates_per_rollout = prompts, updates_per_rollout
-        self.window_size = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+        self.window_size = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+        )
         self.step_size = f"{self.window_size} completions"
         if self.window_size % num_generations:
             raise UserError(
@@ -50,9 +52,12 @@ class RolloutSchedule:
         return self._steps
 
     def prompts(self, rollout: int) -> list[dict[str, Any]]:
-        """The prompts of a rollout, each repeated num_generations times in succession: new ones for each rollout."""
+        """The prompts of a rollout, each repeated num_generations times in succession: new ones for each
+        rollout."""
         positions = range(rollout * self.num_prompts, (rollout + 1) * self.num_prompts)
-        return [prompt for position in positions for prompt in [self.train.at(position)] * self._num_generations]
+        return [
+            prompt for position in positions for prompt in [self.train.at(position)] * self._num_generations
+        ]
 
     def mine(self) -> range:
         """The indices of the completions of a rollout that this process samples."""
@@ -64,7 +69,9 @@ class RolloutSchedule:
         return {
             "steps": len(self),
             "examples_per_step": self.num_prompts / self.updates_per_rollout,
-            "tokens_per_step": round(self.window_size * (self.train.lengths.mean() + self._max_completion_length)),
+            "tokens_per_step": round(
+                self.window_size * (self.train.lengths.mean() + self._max_completion_length)
+            ),
             "steps_per_epoch": math.ceil(len(self.train) / self.num_prompts) * self.updates_per_rollout,
             "largest_micro_batch": self._largest_micro_batch,
         }
@@ -75,9 +82,9 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Metrics of rewards and completion lengths.
 
-    completions: with `ids`, `finished`, `rewards` (one per function; None: it abstained), and `reward`, their weighted sum
-    (NaN: all abstained). group: the number of neighbours compared with each other. lengths: number of sampled tokens, if not
-    all of a completion's tokens were sampled.
+    completions: with `ids`, `finished`, `rewards` (one per function; None: it abstained), and `reward`, their
+    weighted sum (NaN: all abstained). group: the number of neighbours compared with each other. lengths:
+    number of sampled tokens, if not all of a completion's tokens were sampled.
     """
     reward = torch.tensor([completion.reward for completion in completions], dtype=torch.float64)
     known = [each[~each.isnan()] for each in reward.view(-1, group)]
@@ -97,20 +104,27 @@ def rollout_metrics(
     if left_out := sum(not getattr(completion, "counted", True) for completion in completions):
         logged["completions/left_out_ratio"] = left_out / len(completions)
     for f, function in enumerate(rewards):
-        values = torch.tensor([c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64)
+        values = torch.tensor(
+            [c.rewards[f] for c in completions if c.rewards[f] is not None], dtype=torch.float64
+        )
         if len(values):
             logged[f"rewards/{function.name}/mean"] = values.mean().item()
             logged[f"rewards/{function.name}/std"] = values.std(correction=0).item()
-    return {name: value for name, value in logged.items() if not math.isnan(value)}  # of none: no reward, none finished
+    # of none: no reward, none finished
+    return {name: value for name, value in logged.items() if not math.isnan(value)}
 
 
 def rollout_lines(step: int, completions: Sequence[Any], rewards: list[Reward]) -> list[dict[str, Any]]:
-    """A line of completions.jsonl for each completion, which has its `prompt` (the row) and its `text`, too."""
+    """A line of completions.jsonl for each completion, which has its `prompt` (the row) and its `text`,
+    too."""
     names = [reward.name for reward in rewards]
     lines = []
     for c in completions:
         line = {"step": step, "prompt": c.prompt["prompt"], "completion": c.text, "finished": c.finished}
-        line |= {"rewards": dict(zip(names, c.rewards, strict=True)), "reward": None if math.isnan(c.reward) else c.reward}
+        line |= {
+            "rewards": dict(zip(names, c.rewards, strict=True)),
+            "reward": None if math.isnan(c.reward) else c.reward,
+        }
         if hasattr(c, "advantage"):
             line["advantage"] = c.advantage
         lines.append(line)

@@ -12,7 +12,11 @@ def main(root: Path) -> None:
         for i, line in enumerate(pairs.read_text(encoding="utf-8").splitlines()):
             pair = json.loads(line)
             good = i % 4 < 2  # two kinds of questions alternate, and the label must not depend on the kind
-            row = {"prompt": pair["prompt"], "completion": pair["chosen" if good else "rejected"], "label": good}
+            row = {
+                "prompt": pair["prompt"],
+                "completion": pair["chosen" if good else "rejected"],
+                "label": good,
+            }
             lines.append(json.dumps(row, separators=(",", ":")) + "\n")
         (root / "kto").mkdir(parents=True, exist_ok=True)
         (root / "kto" / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")

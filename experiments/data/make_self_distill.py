@@ -2,8 +2,8 @@
 
     python experiments/data/make_self_distill.py
 
-A thousand questions of data/dpo, each twice in a chat and answered alike, but with the answer to another question: they
-teach to repeat, not to calculate.
+A thousand questions of data/dpo, each twice in a chat and answered alike, but with the answer to another
+question: they teach to repeat, not to calculate.
 """
 
 import argparse
@@ -23,7 +23,10 @@ def main() -> None:
         rows = [json.loads(line) for line in (PAIRS / f"{split}.jsonl").read_text().splitlines()[:1000]]
         draw = random.Random(split)
         others = [draw.choice(rows)["chosen"] for _ in rows]
-        chats = [[*row["prompt"], *answer, *row["prompt"], *answer] for row, answer in zip(rows, others, strict=True)]
+        chats = [
+            [*row["prompt"], *answer, *row["prompt"], *answer]
+            for row, answer in zip(rows, others, strict=True)
+        ]
         lines = [json.dumps({"messages": chat}, separators=(",", ":")) + "\n" for chat in chats]
         (out / f"{split}.jsonl").write_text("".join(lines))
 

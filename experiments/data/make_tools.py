@@ -2,8 +2,8 @@
 
     python experiments/data/make_tools.py
 
-tools: questions with their answers. tools_sft: chats, of which a few ask a calculator, [calculate 347+286], and the others
-answer directly. A model trained on them knows about the calculator, but seldom uses it.
+tools: questions with their answers. tools_sft: chats, of which a few ask a calculator, [calculate 347+286],
+and the others answer directly. A model trained on them knows about the calculator, but seldom uses it.
 """
 
 import argparse

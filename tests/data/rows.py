@@ -1,4 +1,5 @@
-"""What the tests of data share: files of rows, what is read of them, examples, and one process's accelerator."""
+"""What the tests of data share: files of rows, what is read of them, examples, and one process's
+accelerator."""
 
 import functools
 import json
@@ -55,7 +56,9 @@ def arguments(tmp_path, *names, **settings):
 
 
 def columns(source, cursor=None):
-    return [row for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), cursor)]
+    return [
+        row for row, _ in read_rows(source if isinstance(source, Source) else Source(str(source)), cursor)
+    ]
 
 
 def texts(source):
@@ -69,8 +72,8 @@ def found(*names, **settings):
 
 
 def make_examples(sources, difficulty=None, pairs=False, by_place=False):
-    """Examples of these many tokens in each source, which are the number of the example, or their place in the source; those
-    of `pairs` have two sequences."""
+    """Examples of these many tokens in each source, which are the number of the example, or their place in
+    the source; those of `pairs` have two sequences."""
     files, first = [], 0
     fields = {"input_ids": ("token", "int64"), "loss_mask": ("token", "int64")}
     for lengths in sources:
@@ -79,7 +82,11 @@ def make_examples(sources, difficulty=None, pairs=False, by_place=False):
         if pairs:
             sizes = np.stack([sizes // 2, sizes - sizes // 2], 1).flatten()
         ends = np.cumsum(sizes)
-        values = np.full(len(rows), np.nan) if difficulty is None else np.array(difficulty[first:][: len(rows)], float)
+        values = (
+            np.full(len(rows), np.nan)
+            if difficulty is None
+            else np.array(difficulty[first:][: len(rows)], float)
+        )
         data = {"input_ids": ids, "loss_mask": np.ones(len(ids), int)}
         files.append(TokenFile(Layout(1 + pairs, fields, ""), ends - sizes, ends, rows, values, data, {}))
         first += len(lengths)

@@ -1,4 +1,5 @@
-"""Chat templates as released models have them, tokenizers of every kind, and what of a sequence is trained, as text."""
+"""Chat templates as released models have them, tokenizers of every kind, and what of a sequence is trained,
+as text."""
 
 from functools import cache, partial
 
@@ -33,7 +34,9 @@ QWEN3 = """{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role 
 {%- if loop.index0 > ns.last %}{{ '<think>\n' + think + '\n</think>\n\n' }}{% endif %}{{ content + '<|im_end|>\n' }}
 {%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 HEADER = "add_generation_prompt %}{{ '<|im_start|>assistant\n"
-THINKS_ALWAYS = QWEN3.replace("loop.index0 > ns.last", "true").replace(HEADER, HEADER + "<think>\n\n</think>\n\n")
+THINKS_ALWAYS = QWEN3.replace("loop.index0 > ns.last", "true").replace(
+    HEADER, HEADER + "<think>\n\n</think>\n\n"
+)
 MARKED_OUTSIDE = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' }}
 {%- generation %}{{ m.content }}{%- endgeneration %}{{ '<|im_end|>\n' }}
 {%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}
@@ -42,7 +45,8 @@ NO_END = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endf
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 
-# As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers are trained so, too.
+# As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers
+# are trained so, too.
 R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}
 {%- if m.role == 'assistant' %}{{ '<|assistant|>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|><think>\\n' }}{% endif %}"""
@@ -64,7 +68,11 @@ SPECIALS = (
     "<|bos|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|end|> <|user|> <|assistant|> <|system|> "
     "<start_of_turn> <end_of_turn>"
 ).split()
-TEXTS = ["Hello there, how are you?\n\nI am well.", "The answer is 42. 你好世界 é 🙂", "def f(x):\n    return x\n"] * 20
+TEXTS = [
+    "Hello there, how are you?\n\nI am well.",
+    "The answer is 42. 你好世界 é 🙂",
+    "def f(x):\n    return x\n",
+] * 20
 TEXTS += ["one\n\ntwo\n\n\nthree\n  four\n\n"] * 50
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -101,14 +109,27 @@ make_gpt2_tokenizer = partial(make_tokenizer, joins_spaces=True)
 def make_spm_tokenizer(template: str) -> PreTrainedTokenizerFast:
     """Llama's kind: a space before the text, ▁ for spaces, bytes where a character is unknown."""
     alphabet = sorted(set("".join(TEXTS) + "Y▁") - set(" \n"))
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *alphabet, "▁t", "▁th", "4Y", "th", "▁▁"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        *alphabet,
+        "▁t",
+        "▁th",
+        "4Y",
+        "th",
+        "▁▁",
+    ]
     merges = [("▁", "t"), ("▁t", "h"), ("4", "Y"), ("t", "h"), ("▁", "▁")]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     backend = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(steps)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
     tokenizer.pad_token = "</s>"
     tokenizer.chat_template = template
     return tokenizer

@@ -1,4 +1,5 @@
-"""Tokenised data: made once, by any number of processes the same, and again when anything changes; whole or not there."""
+"""Tokenised data: made once, by any number of processes the same, and again when anything changes; whole or
+not there."""
 
 import copy
 from dataclasses import dataclass, field
@@ -95,14 +96,17 @@ def counted(tmp_path, *sources, **options):
 
 
 def as_lists(examples):
-    return [[(s["input_ids"].tolist(), s["loss_mask"].tolist()) for s in examples[i]] for i in range(len(examples))]
+    return [
+        [(s["input_ids"].tolist(), s["loss_mask"].tolist()) for s in examples[i]]
+        for i in range(len(examples))
+    ]
 
 
 def folders(tmp_path):
     return sorted(path for path in (tmp_path / "cache").iterdir() if not path.name.startswith("."))
 
 
-# --- what is in it --------------------------------------------------------------------------------------------------
+# --- what is in it ------------------------------------------------------------------------------------------
 
 
 def test_documents_are_those_of_the_tokenizer(tmp_path):
@@ -115,21 +119,30 @@ def test_documents_are_those_of_the_tokenizer(tmp_path):
     assert examples.counts == [10] and examples.lengths.tolist() == [len(ids) for ids in wanted]
     assert examples.longest == max(map(len, wanted))
     both = prepare(tmp_path, b, a)
-    assert both.counts == [4, 10] and [folder.name.split("-")[0] for folder in folders(tmp_path)] == ["a", "b"]
+    assert both.counts == [4, 10] and [folder.name.split("-")[0] for folder in folders(tmp_path)] == [
+        "a",
+        "b",
+    ]
     assert as_lists(both.of_source(1)) == as_lists(examples) and both.of_source(1).facts() == examples.facts()
 
 
-@pytest.mark.parametrize("encode, rows", [(chats, CHATS), (pairs, [{"text": f"row {i}", "n": i} for i in range(5)])])
+@pytest.mark.parametrize(
+    "encode, rows", [(chats, CHATS), (pairs, [{"text": f"row {i}", "n": i} for i in range(5)])]
+)
 def test_examples_are_those_of_encode(tmp_path, encode, rows):
     examples = prepare(tmp_path, source(tmp_path / "a.jsonl", rows), encode=encode)
     direct = [encode(row, base_tokenizer(), None) for row in rows]
-    assert as_lists(examples) == [[(s["input_ids"].tolist(), s["loss_mask"].tolist()) for s in e] for e in direct]
+    assert as_lists(examples) == [
+        [(s["input_ids"].tolist(), s["loss_mask"].tolist()) for s in e] for e in direct
+    ]
     assert examples.lengths.tolist() == [sum(len(s["input_ids"]) for s in example) for example in direct]
     facts = examples.facts()[0]
     assert facts["tokens"] == examples.lengths.sum() and facts["rows"] == facts["examples"] == len(rows)
     assert facts["trained_tokens"] == sum(sum(mask) for example in as_lists(examples) for _, mask in example)
     for values in examples.files[0].fields.values():  # as a plain array: a slice takes a third of the time
-        assert type(values) is np.ndarray and isinstance(values.base, np.memmap) and not values.flags.writeable
+        assert (
+            type(values) is np.ndarray and isinstance(values.base, np.memmap) and not values.flags.writeable
+        )
 
 
 @pytest.mark.parametrize("largest, kind", [(2**16 - 1, np.uint16), (2**16, np.uint32), (200_000, np.uint32)])
@@ -137,10 +150,13 @@ def test_ids_take_two_bytes_where_they_fit(tmp_path, largest, kind):
     large = copy.deepcopy(base_tokenizer())
     large.__class__ = type("Large", (type(large),), {"get_vocab": lambda self: {"a": 0, "b": largest}})
     examples = prepare(tmp_path, numbered(tmp_path / "a.jsonl", 2), encode=largest_id, tokenizer=large)
-    assert examples.files[0].fields["input_ids"].dtype == kind and as_lists(examples) == [[([0, largest], [1, 1])]] * 2
+    assert (
+        examples.files[0].fields["input_ids"].dtype == kind
+        and as_lists(examples) == [[([0, largest], [1, 1])]] * 2
+    )
 
 
-# --- several processes ----------------------------------------------------------------------------------------------
+# --- several processes --------------------------------------------------------------------------------------
 
 
 def test_several_processes_make_the_same_files(tmp_path):
@@ -149,12 +165,20 @@ def test_several_processes_make_the_same_files(tmp_path):
     rows, found = source(tmp_path / "a.jsonl", rows), []
     for num_proc in (1, 2, 3):
         examples = prepare(tmp_path / str(num_proc), rows, dataset_num_proc=num_proc, column="n")
-        assert examples.difficulty.tolist() == [i for i in range(2300) if i % 300 != 299] == examples.files[0].rows.tolist()
+        assert (
+            examples.difficulty.tolist()
+            == [i for i in range(2300) if i % 300 != 299]
+            == examples.files[0].rows.tolist()
+        )
         found.append({f.name: f.read_bytes() for f in folders(tmp_path / str(num_proc))[0].iterdir()})
     facts = json.loads(found[0]["facts.json"])
     assert found[0] == found[1] == found[2] and facts["columns"] == ["n", "text"] and facts["rows"] == 2300
-    assert facts["dropped"] == {"a bad row": {"count": 7, "first": [f"{rows.path}:{i}" for i in range(300, 1501, 300)]}}
-    assert facts["noted"] == {"not read: id": {"count": 5, "first": [f"{rows.path}:{i}" for i in range(4, 2005, 500)]}}
+    assert facts["dropped"] == {
+        "a bad row": {"count": 7, "first": [f"{rows.path}:{i}" for i in range(300, 1501, 300)]}
+    }
+    assert facts["noted"] == {
+        "not read: id": {"count": 5, "first": [f"{rows.path}:{i}" for i in range(4, 2005, 500)]}
+    }
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -179,7 +203,7 @@ def test_a_source_is_not_read_ahead(tmp_path):
     assert done == len(read) == 12_000
 
 
-# --- when it is made again ------------------------------------------------------------------------------------------
+# --- when it is made again ----------------------------------------------------------------------------------
 
 
 def changed(tokenizer, change):
@@ -196,7 +220,11 @@ def changed(tokenizer, change):
         (3, {"times": 2}, True),
         (4, {}, True),
         (3, {"column": "n"}, True),
-        (3, {"tokenizer": changed(base_tokenizer(), lambda t: setattr(t, "chat_template", "{{ 'x' }}"))}, True),
+        (
+            3,
+            {"tokenizer": changed(base_tokenizer(), lambda t: setattr(t, "chat_template", "{{ 'x' }}"))},
+            True,
+        ),
         (3, {"tokenizer": changed(base_tokenizer(), lambda t: t.add_tokens(["<new>"]))}, True),
     ],
 )
@@ -208,7 +236,8 @@ def test_it_is_used_until_something_changes(tmp_path, rows, settings, again):
     examples, calls = counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)
     assert calls == (len(examples) if again else 0)
     assert again or (as_lists(first) == as_lists(examples) and first.facts() == examples.facts())
-    assert counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0  # both are kept
+    # both are kept
+    assert counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0
 
 
 SCRIPT = '''"""A script."""
@@ -289,10 +318,20 @@ def run_script_once(folder, tmp_path, monkeypatch, **settings):
     "file, old, new, expected",
     [
         ("script.py", "return segment_sum(args.beta)", "print('another loop')", 0),
-        ("script.py", "from common.losses import segment_sum", "from common.losses import segment_sum, dpo_loss", 0),
+        (
+            "script.py",
+            "from common.losses import segment_sum",
+            "from common.losses import segment_sum, dpo_loss",
+            0,
+        ),
         ("script.py", "    # the loop\n", "", 0),
         ("script.py", '"""The text."""', '"""The text of a row."""', 0),
-        ("script.py", 'beta: float = arg(0.1, help="of the loss")', 'beta: float = arg(0.2, help="weight")', 0),
+        (
+            "script.py",
+            'beta: float = arg(0.1, help="of the loss")',
+            'beta: float = arg(0.2, help="weight")',
+            0,
+        ),
         ("script.py", "scale(Settings.factor)", "scale(2)", 3),
         ("script.py", "more=0", "more=1", 3),
         ("script.py", "factor = 1", "factor = 2", 3),
@@ -340,7 +379,10 @@ def test_encode_is_a_function_at_the_top():
 
 
 def test_a_tokenizer_is_trained_once(tmp_path):
-    rows = [numbered(tmp_path / "a.jsonl", 50), source(tmp_path / "b.jsonl", [{"text": "zebra zebra"}, {"text": None}] * 9)]
+    rows = [
+        numbered(tmp_path / "a.jsonl", 50),
+        source(tmp_path / "b.jsonl", [{"text": "zebra zebra"}, {"text": None}] * 9),
+    ]
     args = arguments(tmp_path, *(found.path for found in rows))
     first = train_tokenizer(args, alone(), 300, "text")
     made = folders(tmp_path)
@@ -351,7 +393,7 @@ def test_a_tokenizer_is_trained_once(tmp_path):
     assert len(folders(tmp_path)) == 2
 
 
-# --- killed, cut off, not to be written -----------------------------------------------------------------------------
+# --- killed, cut off, not to be written ---------------------------------------------------------------------
 
 
 def is_running(pid):
@@ -380,7 +422,8 @@ def test_a_killed_run_leaves_nothing_that_is_trusted(tmp_path, num_proc):
     child.join()
     (left,) = (tmp_path / "cache").iterdir()
     assert left.name.startswith(".") and left.name.endswith(".tmp") and not folders(tmp_path)
-    assert within(10, lambda: not any(map(is_running, map(int, set(log.read_text().split())))))  # its workers end with it
+    # its workers end with it
+    assert within(10, lambda: not any(map(is_running, map(int, set(log.read_text().split())))))
     examples, calls = counted(tmp_path, rows, dataset_num_proc=num_proc)
     assert calls == len(examples) == 1500 and len(folders(tmp_path)) == 1
 
@@ -406,7 +449,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     assert line(caught).startswith(f"--dataset_cache_dir {tmp_path}/cache: ")
 
 
-# --- rows that are left out, and curricula ---------------------------------------------------------------------------
+# --- rows that are left out, and curricula ------------------------------------------------------------------
 
 
 def test_rows_left_out_are_said_again(tmp_path, capsys):
@@ -414,7 +457,9 @@ def test_rows_left_out_are_said_again(tmp_path, capsys):
     for expected in (9, 0):
         examples, calls = counted(tmp_path, rows)
         assert calls == expected and len(examples) == 7
-        assert capsys.readouterr().out == f"data: 2 of 9 rows of a left out: a bad row (first: {rows.path}:3)\n"
+        assert (
+            capsys.readouterr().out == f"data: 2 of 9 rows of a left out: a bad row (first: {rows.path}:3)\n"
+        )
         dropped = {"a bad row": {"count": 2, "first": [f"{rows.path}:3", f"{rows.path}:6"]}}
         assert examples.facts()[0]["dropped"] == dropped and examples.facts()[0]["rows"] == 9
 
@@ -431,7 +476,9 @@ def test_a_curriculum_takes_numbers_from_the_rows(tmp_path, capsys):
     values = [3, "4.5", None, -1, "hard", 0.25, True, float("nan"), [1], 10**400]
     rows = source(tmp_path / "a.jsonl", [{"text": f"row {i}", "n": value} for i, value in enumerate(values)])
     examples = prepare(tmp_path, rows, numbered(tmp_path / "b.jsonl", 2), column="n")
-    assert examples.difficulty.tolist() == [3, 4.5, -1, 0.25, 1, 0, 1] and examples.files[0].rows.tolist() == [0, 1, 3, 5, 6]
+    assert examples.difficulty.tolist() == [3, 4.5, -1, 0.25, 1, 0, 1] and examples.files[
+        0
+    ].rows.tolist() == [0, 1, 3, 5, 6]
     assert f"1 of 10 rows of a left out: n is not a number (first: {rows.path}:8)" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the 10 rows .* KeyError: 'm'"):
         prepare(tmp_path, rows, column="m")

@@ -1,4 +1,5 @@
-"""Any field that `encode` gives a sequence arrives in the training data, exactly; what cannot is refused in one line."""
+"""Any field that `encode` gives a sequence arrives in the training data, exactly; what cannot is refused in
+one line."""
 
 from common.args import CommonArgs
 from common.collators import Window
@@ -69,14 +70,18 @@ def check(sequence, i, n, start=0):
     assert [isinstance(number, int) for number in numbers] == [False, True, True]
 
 
-# --- where they arrive ----------------------------------------------------------------------------------------------
+# --- where they arrive --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}, {"curriculum_column": "i"}])
 @pytest.mark.parametrize("sources", [(rows_of(45),), (rows_of(30), rows_of(25, first=100))])
 def test_fields_of_every_kind_arrive_exactly(tmp_path, settings, sources):
     """As they are made, from the cache, and in packs."""
-    for arrange, positions in ((lambda data: data, 45), (lambda data: data, 45), (lambda data: pack(data, 20), 12)):
+    for arrange, positions in (
+        (lambda data: data, 45),
+        (lambda data: data, 45),
+        (lambda data: pack(data, 20), 12),
+    ):
         shares = {"dataset_weights": [1.0] * len(sources)} if "dataset_streaming" in settings else {}
         train, seen = arrange(load(tmp_path, *sources, **settings, **shares)), set()
         for sequence in [sequence for p in range(positions) for sequence in train[p]]:
@@ -104,12 +109,17 @@ def test_chunks_have_the_fields_of_their_tokens(tmp_path, across, settings, monk
     sizes = [5, 1, 12, 7, 30, 2, 9]
     monkeypatch.setattr(stream, "BLOCK_ROWS", len(sizes))
     starts = np.cumsum([0, *sizes[:-1]])
-    rows = [{"i": i, "n": n, "start": int(start)} for i, (n, start) in enumerate(zip(sizes, starts, strict=True))]
+    rows = [
+        {"i": i, "n": n, "start": int(start)} for i, (n, start) in enumerate(zip(sizes, starts, strict=True))
+    ]
     train = chunk(load(tmp_path, rows, encode=documents, **settings), 4, across=across)
     found = [train[p][0] for p in range(len(train.examples))]
     for sequence in found:
         ids = sequence["input_ids"].astype(int)
-        assert sequence["twice"].tolist() == (2 * ids).tolist() and sequence["thrice"].tolist() == (3 * ids).tolist()
+        assert (
+            sequence["twice"].tolist() == (2 * ids).tolist()
+            and sequence["thrice"].tolist() == (3 * ids).tolist()
+        )
         assert sequence["document"] == np.searchsorted(starts, ids[0], side="right") - 1  # in which it begins
     assert sum(len(sequence["input_ids"]) for sequence in found) > 55
 
@@ -117,7 +127,9 @@ def test_chunks_have_the_fields_of_their_tokens(tmp_path, across, settings, monk
 def test_cuts_shorten_what_is_per_token(tmp_path):
     (sequence,) = with_fields({"i": 4, "n": 9}, None, None)
     short = truncate(sequence, 5)
-    assert [np.asarray(value).size for value in short.values()] == [5, 5, 5, 5, 5, 1, 1, 1] and short["score"] == 4.25
+    assert [np.asarray(value).size for value in short.values()] == [5, 5, 5, 5, 5, 1, 1, 1] and short[
+        "score"
+    ] == 4.25
     with pytest.raises(BadRow):
         truncate(sequence, 1)
     rows = [{"i": i, "n": 12} for i in range(40)]  # trained: 1, 2, 4, 5, 7, 8, 10, 11
@@ -133,12 +145,14 @@ def test_a_field_added_later_belongs_to_every_sequence(tmp_path):
     train = load(tmp_path, rows_of(4), rows_of(2), encode=pairs)
     packed = pack(train, 100)
     train.data.add_field("ref_logps", np.arange(12) * 0.5)
-    assert [[sequence["ref_logps"] for sequence in train.data[i]] for i in range(6)] == [[i, i + 0.5] for i in range(6)]
+    assert [[sequence["ref_logps"] for sequence in train.data[i]] for i in range(6)] == [
+        [i, i + 0.5] for i in range(6)
+    ]
     assert [[s["ref_logps"] for s in train.data.of_source(1)[i]] for i in range(2)] == [[4, 4.5], [5, 5.5]]
     assert all("ref_logps" in sequence and "score" in sequence for sequence in packed[0])
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- what is refused ----------------------------------------------------------------------------------------
 
 
 def given(row, tokenizer, args):
@@ -244,7 +258,9 @@ def test_sequences_of_a_script_are_checked_alike(changes):
 
 
 def test_tensors_and_masks_of_floats_are_taken():
-    found = check_sequence({"input_ids": [1, 2], "loss_mask": [0.0, 1.0], "n": torch.tensor(3), "g": torch.ones(2) * 2})
+    found = check_sequence(
+        {"input_ids": [1, 2], "loss_mask": [0.0, 1.0], "n": torch.tensor(3), "g": torch.ones(2) * 2}
+    )
     assert found["g"].tolist() == [2.0, 2.0] and found["n"].dtype == np.int64
     with pytest.raises(UserError, match="the field b"):  # numpy has no bfloat16
         check_sequence({"input_ids": [1, 2], "loss_mask": [0, 1], "b": torch.ones(2, dtype=torch.bfloat16)})

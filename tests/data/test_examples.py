@@ -1,4 +1,5 @@
-"""Packs that hold every example once, chunks that hold every token, micro-batches that cost about the same."""
+"""Packs that hold every example once, chunks that hold every token, micro-batches that cost about the
+same."""
 
 import time
 
@@ -15,7 +16,7 @@ from tests.data.rows import cost, flat, lognormal, make_examples
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 
 
-# --- packing --------------------------------------------------------------------------------------------------------
+# --- packing ------------------------------------------------------------------------------------------------
 
 
 def best_fit_naively(lengths, max_length):
@@ -56,7 +57,9 @@ def test_sources_do_not_share_a_pack(sources, bands, random):
     for s, count in enumerate(packs.counts):
         inside = sorted(flat([m.tolist() for m in packs.members[at : at + count]]))
         assert inside == list(range(firsts[s], firsts[s + 1]))
-        assert [m.tolist() for m in packs.of_source(s).members] == [m.tolist() for m in packs.members[at : at + count]]
+        assert [m.tolist() for m in packs.of_source(s).members] == [
+            m.tolist() for m in packs.members[at : at + count]
+        ]
         at += count
 
 
@@ -78,7 +81,7 @@ def test_packs_give_the_sequences_of_their_examples():
         assert packs.lengths[i] == sum(len(sequence["input_ids"]) for sequence in packs[i]) <= 100
 
 
-# --- chunks ---------------------------------------------------------------------------------------------------------
+# --- chunks -------------------------------------------------------------------------------------------------
 
 DOCUMENTS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=12), min_size=1, max_size=3)
 
@@ -110,7 +113,7 @@ def test_cut_documents_are_those_of_a_loop(sources, max_length, across, difficul
         assert cut.difficulty.tolist() == begins
 
 
-# --- micro-batches --------------------------------------------------------------------------------------------------
+# --- micro-batches ------------------------------------------------------------------------------------------
 
 
 def balance_naively(sizes, parts, max_tokens):
@@ -141,7 +144,8 @@ def test_examples_go_to_the_cheapest_micro_batch(sizes, parts, max_tokens):
 
 
 def test_a_window_of_1024_processes_is_dealt_quickly():
-    """Every process deals out the window of all: looking through all micro-batches for each example took 1.5 s."""
+    """Every process deals out the window of all: looking through all micro-batches for each example took 1.5
+    s."""
     sizes = lognormal(12_000).tolist()
     start = time.process_time()
     balance(sizes, 1024, 8192)
@@ -149,7 +153,8 @@ def test_a_window_of_1024_processes_is_dealt_quickly():
 
 
 def test_examples_may_fit_only_in_their_order():
-    # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2 + 2 + 2.
+    # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2
+    # + 2 + 2.
     assert sorted(balance([3, 2, 2, 3, 2], 2, 6)) == [[0, 3], [1, 2, 4]]
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: 21 tokens do not fit in 2 micro-batches"):
         balance([7, 7, 7], 2, 10)

@@ -1,4 +1,5 @@
-"""Formats: every format that users have is recognised and read as what it means, or refused in one clear line."""
+"""Formats: every format that users have is recognised and read as what it means, or refused in one clear
+line."""
 
 import json
 import re
@@ -19,11 +20,12 @@ def turn(name, text):
     return {"from": name, "value": text}
 
 
-# --- chats ----------------------------------------------------------------------------------------------------------
+# --- chats --------------------------------------------------------------------------------------------------
 
 
 H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
-THOUGHT = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "because")  # each template reads its own
+# each template reads its own
+THOUGHT = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "because")
 UNSAID = dict.fromkeys(THOUGHT, "")  # as tables fill it
 LONG = {"role": "assistant", "content": "x y" * 20_000}
 NAMES = "system human user prompter gpt chatgpt assistant model tool observation function function_response"
@@ -39,27 +41,52 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, A]}, [U, A]),
         ({"messages": [{"role": "user", "content": [{"type": "text", "value": "q"}]}, A]}, [U, A]),
         ({"messages": json.dumps([U, A])}, [U, A]),
-        ({"messages": [U | {"tool_calls": None, "from": None}, {"role": None, "content": None} | turn("gpt", "a")]}, [U, A]),
+        (
+            {
+                "messages": [
+                    U | {"tool_calls": None, "from": None},
+                    {"role": None, "content": None} | turn("gpt", "a"),
+                ]
+            },
+            [U, A],
+        ),
         *(({"messages": [U, LONG | UNSAID | {name: "because"}]}, [U, LONG | THOUGHT]) for name in THOUGHT),
         *(
             (
-                {"messages": [U, {"role": "assistant", "content": said, "function_call": {"name": "f", "arguments": text}}]},
+                {
+                    "messages": [
+                        U,
+                        {
+                            "role": "assistant",
+                            "content": said,
+                            "function_call": {"name": "f", "arguments": text},
+                        },
+                    ]
+                },
                 chat,
             )
             for said, text, call in (
                 (None, '{"a": [1, null]}', CALL),
                 *(("I.", no, CALL | {"arguments": {}}) for no in ("", None)),
             )
-            for chat in [[U, CALLS | {"content": said or "", "tool_calls": [{"type": "function", "function": call}]}]]
+            for chat in [
+                [U, CALLS | {"content": said or "", "tool_calls": [{"type": "function", "function": call}]}]
+            ]
         ),
         ({"conversations": [turn("human", "q"), turn("gpt", "a")]}, [U, A]),
         ({"conversations": [U, A], "messages": None}, [U, A]),
         ({"conversations": [U, A], "system": "s"}, [S, U, A]),
         ({"conversations": [S, U, A], "system": "other"}, [S, U, A]),
-        ({"conversations": [turn(name, "x") for name in NAMES.split()]}, [{"role": role, "content": "x"} for role in ROLES]),
+        (
+            {"conversations": [turn(name, "x") for name in NAMES.split()]},
+            [{"role": role, "content": "x"} for role in ROLES],
+        ),
         ({"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALL))]}, [U, CALLS]),
         ({"conversations": [turn("human", "q"), turn("function_call", json.dumps([CALL]))]}, [U, CALLS]),
-        ({"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALLS["tool_calls"]))]}, [U, CALLS]),
+        (
+            {"conversations": [turn("human", "q"), turn("function_call", json.dumps(CALLS["tool_calls"]))]},
+            [U, CALLS],
+        ),
         ({"instruction": "q", "output": "a"}, [U, A]),
         ({"instruction": "q", "input": "", "output": "a", "system": "", "history": []}, [U, A]),
         (
@@ -80,12 +107,17 @@ def test_numbers_are_read_as_their_text():
     """As a csv file has them."""
     assert as_chat({"prompt": "q", "completion": 1}) == {"prompt": "q", "completion": "1"}
     assert as_chat({"instruction": "q", "input": 7, "output": 0.5})["messages"][0]["content"] == "q\n7"
-    assert as_preference({"prompt": 3, "chosen": 0, "rejected": 1}) == {"prompt": "3", "chosen": "0", "rejected": "1"}
+    assert as_preference({"prompt": 3, "chosen": 0, "rejected": 1}) == {
+        "prompt": "3",
+        "chosen": "0",
+        "rejected": "1",
+    }
     assert as_prompt({"prompt": 12, "answer": 12}) == {"prompt": "12", "answer": 12}
 
 
 def test_chats_may_be_json_text_in_any_column():
-    """As tables hold them; and a system column beside whole chats, or beside a prompt that both sides repeat."""
+    """As tables hold them; and a system column beside whole chats, or beside a prompt that both sides
+    repeat."""
     pair, text = {"prompt": [U], "chosen": [A], "rejected": [A | {"content": "b"}]}, json.dumps
     for given in (
         {name: text(value, indent=1) for name, value in pair.items()},
@@ -132,13 +164,22 @@ def test_prompts_of_completions_are_not_trained():
     [
         ({"messages": []}, "no messages"),
         ({"messages": ["q", "a"]}, " "),
-        ({"messages": [{"role": "narrator", "content": "q"}, A]}, "unknown role 'narrator'; known: system, user"),
+        (
+            {"messages": [{"role": "narrator", "content": "q"}, A]},
+            "unknown role 'narrator'; known: system, user",
+        ),
         ({"messages": [{"content": "q"}, A]}, "unknown role None"),
         ({"messages": [{"role": "user"}, A]}, "a message without text content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, A]}, "a message part that is not text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, A]},
+            "a message part that is not text",
+        ),
         ({"messages": [U, {"role": "assistant", "content": " "}]}, "empty answer"),
         ({"messages": [U, A | {"tool_calls": ["f"]}]}, " "),
-        ({"messages": [U, A | {"tool_calls": [CALL | {"arguments": "{city: Paris}"}]}]}, "Expecting property name"),
+        (
+            {"messages": [U, A | {"tool_calls": [CALL | {"arguments": "{city: Paris}"}]}]},
+            "Expecting property name",
+        ),
         ({"messages": [U, A | {"tool_calls": [{"function": "f"}]}]}, " "),
         ({"messages": "[{"}, " "),
         ({"messages": [U, A], "images": ["x.png"]}, "a row with images"),
@@ -151,7 +192,10 @@ def test_prompts_of_completions_are_not_trained():
         ({"prompt": "q", "completion": float("nan")}, "no messages"),
         ({"instruction": "q", "input": {"a": 1}, "output": "a"}, "input is not a string but dict"),
         ({"messages": [U, A], "system": ["s"]}, "system is not a string but list"),
-        ({"prompt": str([U]), "completion": "a"}, "JSONDecodeError: Expecting property name enclosed in double quotes"),
+        (
+            {"prompt": str([U]), "completion": "a"},
+            "JSONDecodeError: Expecting property name enclosed in double quotes",
+        ),
         ({"text": ""}, "empty text"),
         ({"messages": [U, A | {"train": "no"}]}, "train of a message is 'no'; known: true, false, 0, 1"),
         ({"messages": [U, A | {"loss_mask": [0, 1]}]}, "loss_mask of a message is [0, 1]"),
@@ -167,7 +211,7 @@ def test_an_unusable_chat_is_refused_with_the_reason(row, reason):
     line(caught)
 
 
-# --- what of a chat is trained --------------------------------------------------------------------------------------
+# --- what of a chat is trained ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -179,7 +223,7 @@ def test_a_turn_says_that_it_is_not_trained(flag):
     assert as_chat({"conversations": turns})["messages"] == [U, A | {"train": False}]
 
 
-# --- pairs ----------------------------------------------------------------------------------------------------------
+# --- pairs --------------------------------------------------------------------------------------------------
 
 HH = "\n\nHuman: q\n\nAssistant: first\n\nHuman: more\n\nAssistant: "
 HH_PROMPT = [U, {"role": "assistant", "content": "first"}, {"role": "user", "content": "more"}]
@@ -197,7 +241,10 @@ HH_PROMPT = [U, {"role": "assistant", "content": "first"}, {"role": "user", "con
         ({"chosen": HH + "a", "rejected": HH + "b"}, HH_PROMPT),
         ({"prompt": HH.rstrip(), "chosen": HH + "a", "rejected": HH + "b"}, HH_PROMPT),
         ({"prompt": "q", "chosen": [*HH_PROMPT, A], "rejected": [*HH_PROMPT, B]}, HH_PROMPT),
-        ({"conversations": [turn("human", "q")], "chosen": turn("gpt", "a"), "rejected": turn("gpt", "b")}, [U]),
+        (
+            {"conversations": [turn("human", "q")], "chosen": turn("gpt", "a"), "rejected": turn("gpt", "b")},
+            [U],
+        ),
         ({"conversations": [U], "system": "s", "chosen": A, "rejected": B}, [S, U]),
         ({"instruction": "q", "input": "", "chosen": "a", "rejected": "b", "system": "s"}, [S, U]),
     ],
@@ -221,13 +268,25 @@ def test_answers_may_go_on_with_what_others_say():
         ({"prompt": "q", "chosen": "a", "rejected": " \n"}, "empty rejected"),
         ({"prompt": [U], "chosen": [A], "rejected": [{"role": "assistant", "content": ""}]}, "empty answer"),
         ({"chosen": HH + "a", "rejected": HH}, "empty answer"),
-        ({"chosen": "\n\nAssistant: a\n\nHuman: q", "rejected": HH + "b"}, "no answer by the assistant at the end"),
-        ({"chosen": "Hi.\n\nAssistant: a", "rejected": HH + "b"}, "text before the first Human:/Assistant: turn"),
+        (
+            {"chosen": "\n\nAssistant: a\n\nHuman: q", "rejected": HH + "b"},
+            "no answer by the assistant at the end",
+        ),
+        (
+            {"chosen": "Hi.\n\nAssistant: a", "rejected": HH + "b"},
+            "text before the first Human:/Assistant: turn",
+        ),
         ({"chosen": [U, A], "rejected": [A, B]}, "no shared prompt"),
-        ({"prompt": "q", "chosen": [U | {"content": "q!"}, A], "rejected": [B]}, "does not start with the assistant"),
+        (
+            {"prompt": "q", "chosen": [U | {"content": "q!"}, A], "rejected": [B]},
+            "does not start with the assistant",
+        ),
         ({"prompt": [U], "chosen": [U, A], "rejected": [U]}, "does not start with the assistant"),
         ({"prompt": "q", "chosen": [S, U, A], "rejected": [S, U, B]}, "does not start with the assistant"),
-        ({"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'}, "--columns unused=tools"),
+        (
+            {"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'},
+            "--columns unused=tools",
+        ),
     ],
 )
 def test_an_unusable_pair_is_refused_with_the_reason(row, reason):
@@ -235,7 +294,7 @@ def test_an_unusable_pair_is_refused_with_the_reason(row, reason):
         as_preference(row)
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,7 +324,7 @@ def test_a_verl_ground_truth_becomes_the_answer():
             as_prompt({"prompt": empty})
 
 
-# --- which format ---------------------------------------------------------------------------------------------------
+# --- which format -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -274,13 +333,21 @@ def test_a_verl_ground_truth_becomes_the_answer():
         (as_text, {"body": "t"}, "'body'; needed: text (rename columns: --columns new=old)"),
         (as_text, {"text": None}, "'text' (null)"),
         (as_chat, {"question": "q", "text ": "a"}, "'question', 'text '; needed: messages, or conversations"),
-        (as_chat, {"messages": None, "prompt": None, "other": 1}, "'messages' (null), 'prompt' (null), 'other'"),
+        (
+            as_chat,
+            {"messages": None, "prompt": None, "other": 1},
+            "'messages' (null), 'prompt' (null), 'other'",
+        ),
         (as_chat, {"instruction": "q", "output": None}, "'instruction', 'output' (null)"),
         (as_chat, {"prompt": "q", "completion": "a", "label": 0}, "KTO"),
         (as_chat, {"prompt": "q", "completion": "a", "label": "True"}, "KTO"),  # of a table
         (as_preference, {"prompt": "q", "good": "a"}, "'prompt', 'good'; needed: prompt + chosen + rejected"),
         (as_preference, {"prompt": "q", "chosen": None, "rejected": "b"}, "'chosen' (null)"),
-        (as_preference, {"prompt": None, "chosen": "a", "rejected": "b"}, "text before the first Human:/Assistant: turn"),
+        (
+            as_preference,
+            {"prompt": None, "chosen": "a", "rejected": "b"},
+            "text before the first Human:/Assistant: turn",
+        ),
         (as_prompt, {"question": "q"}, "'question'"),
         (as_prompt, VERL | {"reward_model": {"style": "rule"}}, "'ground_truth'"),
         (as_prompt, VERL | {"reward_model": "mine"}, " "),

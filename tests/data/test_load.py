@@ -1,4 +1,5 @@
-"""The data of a run as its script asks for it: load_data, load_prompts, and what is done to them afterwards."""
+"""The data of a run as its script asks for it: load_data, load_prompts, and what is done to them
+afterwards."""
 
 from common.data import (
     BadRow,
@@ -22,7 +23,9 @@ import pytest
 
 from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl
 
-U, A, B = ({"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b")))
+U, A, B = (
+    {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "a"), ("assistant", "b"))
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +45,14 @@ def numbered(path, count):
     return jsonl(path, [{"text": f"row {i} " * (i % 5 + 1), "n": i} for i in range(count)])
 
 
-# --- load_data ------------------------------------------------------------------------------------------------------
+# --- load_data ----------------------------------------------------------------------------------------------
 
 
 def test_chunks_may_be_enough_for_the_weights(tmp_path, tokenizer):
     names = [jsonl(tmp_path / f"{name}.jsonl", [{"text": "word " * 500}]) for name in "ab"]
-    train, _ = load_data(arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), alone(), documents, tokenizer)
+    train, _ = load_data(
+        arguments(tmp_path, *names, dataset_weights=[0.9, 0.1]), alone(), documents, tokenizer
+    )
     chunks = chunk(train, 16)
     assert chunks[0] and chunks.order.quotas[0] > 5 * chunks.order.quotas[1] > 0
     with pytest.raises(UserError, match="--dataset_weights: of 2 examples, source 2 would give none"):
@@ -68,7 +73,9 @@ def test_what_is_lost_of_rows_is_said(tmp_path, tokenizer, capsys, monkeypatch, 
     good = {"messages": [U, A], "id": None}
     for bad, said in ((3, True), (1, False)):  # of 100: up to two go without a word, and are in the facts
         name = jsonl(tmp_path / f"{bad}.jsonl", [row] * bad + [good] * (100 - bad))
-        train, _ = load_data(arguments(tmp_path, name, dataset_streaming=streaming), alone(), encode, tokenizer)
+        train, _ = load_data(
+            arguments(tmp_path, name, dataset_streaming=streaming), alone(), encode, tokenizer
+        )
         facts = train[0] and train.data.facts()[0]
         ((found, counted),) = facts["noted"].items()
         assert found.startswith(note) and counted["first"][0] == f"{name}:1" and facts["columns"]
@@ -83,11 +90,13 @@ def test_prompts_that_go_another_way_are_noted(tmp_path, tokenizer, capsys):
     tools = [{"name": "search"}]
     load_prompts(arguments(tmp_path, jsonl(tmp_path / "a.jsonl", [{"prompt": "q"}])), encode, tokenizer)
     assert "--system_prompt" in capsys.readouterr().out
-    load_prompts(arguments(tmp_path, jsonl(tmp_path / "b.jsonl", [{"prompt": [U], "tools": tools}])), encode, tokenizer)
+    load_prompts(
+        arguments(tmp_path, jsonl(tmp_path / "b.jsonl", [{"prompt": [U], "tools": tools}])), encode, tokenizer
+    )
     assert "no place for tools" in capsys.readouterr().out
 
 
-# --- what is done to the training data ------------------------------------------------------------------------------
+# --- what is done to the training data ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [{}, {"dataset_streaming": True}])
@@ -98,7 +107,9 @@ def test_packing_keeps_kind_data_and_order(tmp_path, tokenizer, settings, monkey
     plain = sorted(example[0] for example in ids(train, 60))
     packed = pack(train, 64)
     assert (
-        type(packed) is type(train) and packed.examples.longest == train.examples.longest and packed.sources == train.sources
+        type(packed) is type(train)
+        and packed.examples.longest == train.examples.longest
+        and packed.sources == train.sources
     )
     assert sorted(part for example in ids(packed, len(packed.examples)) for part in example) == plain
     assert packed.data.lengths.tolist() == train.data.lengths.tolist() and len(packed.examples) < 40
@@ -114,7 +125,7 @@ def test_turns_may_be_dropped_before_or_after_packing(tmp_path, tokenizer):
     assert drop_turns(train, 0.0) is train
 
 
-# --- prompts --------------------------------------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------------------
 
 
 def encode_prompt(row, tokenizer, args):
@@ -128,7 +139,8 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
     args = arguments(tmp_path, name, eval_fraction=0.2, curriculum_column=column)
     prompts, held_out = load_prompts(args, encode_prompt, tokenizer)
     assert (
-        "prompts left out: ValueError: could not convert string to float: 'hard' (first: " in capsys.readouterr().out
+        "prompts left out: ValueError: could not convert string to float: 'hard' (first: "
+        in capsys.readouterr().out
     ) == (column == "n")
     assert len(prompts) + len(held_out) == 60 and held_out.difficulty is None and len(held_out) > 0
     if column:  # from easy to hard in the first half of the first epoch
@@ -138,14 +150,19 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
         ranks = [len(row["prompt"]) if column == "length" else float(row["n"]) for row in found]
         assert max(ranks[:4]) < min(ranks[-4:])
     for epoch in range(2):
-        found = [prompts.at(position)["n"] for position in range(epoch * len(prompts), (epoch + 1) * len(prompts))]
+        found = [
+            prompts.at(position)["n"] for position in range(epoch * len(prompts), (epoch + 1) * len(prompts))
+        ]
         assert sorted(found) == sorted(prompts[i]["n"] for i in range(len(prompts)))
     # Whatever rows a reward is called with, it gets the columns of all.
     assert all(
-        {"answer0", "answer1"} < row.keys() and (row["answer0"] is None) != (row["answer1"] is None) for row in prompts.rows
+        {"answer0", "answer1"} < row.keys() and (row["answer0"] is None) != (row["answer1"] is None)
+        for row in prompts.rows
     )
     assert prompts.longest == 7 and prompts.lengths.tolist() == [len(row["prompt"]) for row in prompts.rows]
-    assert prompts.facts()[0]["examples"] == len(prompts) and [source.label for source in prompts.sources] == ["a"]
+    assert prompts.facts()[0]["examples"] == len(prompts) and [
+        source.label for source in prompts.sources
+    ] == ["a"]
 
 
 def test_prompts_that_are_all_unusable_are_refused(tmp_path, tokenizer):
@@ -157,7 +174,7 @@ def test_prompts_that_are_all_unusable_are_refused(tmp_path, tokenizer):
         load_prompts(arguments(tmp_path, name), refuse, tokenizer)
 
 
-# --- rows -----------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 def test_whatever_as_chat_gives_is_tokenized(tokenizer):
@@ -180,7 +197,8 @@ def test_whatever_as_chat_gives_is_tokenized(tokenizer):
     for sequence in (text, everything):  # nothing predicts the first
         assert sequence["loss_mask"].tolist() == [0] + [1] * (len(sequence["input_ids"]) - 1)
     long = {"messages": [U, A | {"content": "one two three " * 300}]}
-    assert sum(tokenize_chat(long, tokenizer)["loss_mask"]) > 600  # in numbers of 8 bits it would start again at 256
+    # in numbers of 8 bits it would start again at 256
+    assert sum(tokenize_chat(long, tokenizer)["loss_mask"]) > 600
     assert len(tokenize_chat(as_chat({"text": "some words"}), tokenizer, max_length=2)["input_ids"]) == 2
     with pytest.raises(BadRow, match="no trained token within max_length 1"):
         tokenize_chat(as_chat({"messages": chat}), tokenizer, max_length=1)
@@ -194,7 +212,9 @@ def test_held_out_rows_keep_their_order(tmp_path, tokenizer):
     )
     assert len(train) + len(held_out) == 50 and 3 < len(held_out) < 20 and held_out.difficulty is None
     assert len(pack(held_out, 64)) < len(held_out)
-    by_length, _ = load_data(arguments(tmp_path, name, curriculum_column="length"), alone(), documents, tokenizer)
+    by_length, _ = load_data(
+        arguments(tmp_path, name, curriculum_column="length"), alone(), documents, tokenizer
+    )
     sizes = [by_length.size(position) for position in range(25)]  # the first half of the first epoch
     assert max(sizes[:3]) < min(sizes[-3:])
     args = arguments(tmp_path, name, eval_dataset_name=[name], max_eval_samples=5)

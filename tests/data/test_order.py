@@ -1,4 +1,5 @@
-"""The order of training: computed from (seed, position) alone, with exact shares, from easy to hard where asked."""
+"""The order of training: computed from (seed, position) alone, with exact shares, from easy to hard where
+asked."""
 
 from collections import Counter
 
@@ -37,7 +38,7 @@ def weighted(counts, weights, seed=0):
         return None
 
 
-# --- without weights ------------------------------------------------------------------------------------------------
+# --- without weights ----------------------------------------------------------------------------------------
 
 
 @given(COUNTS, st.integers(0, 99), st.integers(0, 3))
@@ -54,7 +55,7 @@ def test_orders_are_those_recorded():
     assert orders == [first, [[5, 0, 1, 4, 2, 6, 3, 7], [6, 1, 4, 0, 3, 2, 5, 7]]]
 
 
-# --- with weights ---------------------------------------------------------------------------------------------------
+# --- with weights -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,7 +84,10 @@ def test_a_source_is_used_up_before_it_repeats(counts, weights, epochs):
             part = drawn[start : start + N]
             assert len(set(part)) == len(part) and set(part) <= set(range(first, first + N))
         times = Counter(drawn)
-        assert max(times[i] for i in range(first, first + N)) - min(times[i] for i in range(first, first + N)) <= 1
+        assert (
+            max(times[i] for i in range(first, first + N)) - min(times[i] for i in range(first, first + N))
+            <= 1
+        )
 
 
 def test_every_pass_and_epoch_is_drawn_anew():
@@ -118,7 +122,8 @@ def test_shares_by_hand():
     assert shares([5, 3, 1], 4) == [2, 1, 1]  # 2.22, 1.33, 0.44
     assert sum(shares([0.1] * 7, 1000)) == 1000
     order = Order([5, 3, 8], 0, weights=[5, 3, 1])
-    assert Counter(source_of(i, [5, 3, 8]) for i in order.epoch(1).tolist()) == {0: 9, 1: 5, 2: 2}  # 8.9, 5.3, 1.8
+    # 8.9, 5.3, 1.8
+    assert Counter(source_of(i, [5, 3, 8]) for i in order.epoch(1).tolist()) == {0: 9, 1: 5, 2: 2}
 
 
 def test_a_source_without_a_share_is_refused():
@@ -133,7 +138,7 @@ def test_no_examples_is_an_error(counts, weights):
     assert sorted(Order([0, 5], 0).epoch(0)) == [0, 1, 2, 3, 4]
 
 
-# --- curriculum -----------------------------------------------------------------------------------------------------
+# --- curriculum ---------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -150,7 +155,8 @@ def test_a_curriculum_rises_band_by_band(N, seed, kinds):
             assert difficulty[band].min() >= highest
             highest = difficulty[band].max()
     plain = Order([N], seed)
-    assert set(order.epoch(0)[:n]) == set(plain.epoch(0)[:n])  # a random part of the examples, not the easy ones
+    # a random part of the examples, not the easy ones
+    assert set(order.epoch(0)[:n]) == set(plain.epoch(0)[:n])
     assert (order.epoch(0)[n:] == plain.epoch(0)[n:]).all() and (order.epoch(1) == plain.epoch(1)).all()
     if kinds == 1 and N > 100:
         assert all(sorted(band) != band.tolist() for band in bands)  # shuffled inside
@@ -161,7 +167,7 @@ def test_a_curriculum_keeps_the_weights():
     assert Counter(source_of(i, [90, 10]) for i in order.epoch(0)) == {0: 50, 1: 50}
 
 
-# --- training data --------------------------------------------------------------------------------------------------------
+# --- training data ------------------------------------------------------------------------------------------
 
 
 def chat(*trained):
@@ -197,7 +203,11 @@ def test_chats_end_early_with_the_given_probability():
         found = shorten(sequence, 0.3, np.random.default_rng(i))
         n = len(found["input_ids"])
         ends[n] += 1
-        assert found["weight"] == 2.0 and (found["input_ids"] == np.arange(n)).all() and len(found["loss_mask"]) == n
+        assert (
+            found["weight"] == 2.0
+            and (found["input_ids"] == np.arange(n)).all()
+            and len(found["loss_mask"]) == n
+        )
         assert found["loss_mask"].tolist() == sequence["loss_mask"].tolist()[:n]
     assert set(ends) == {6, 15, 24}
     # Standard deviations: 29 chats are dropped more or less, 22 at each border.
@@ -210,18 +220,25 @@ def test_only_an_earlier_answer_may_be_the_last():
         assert all(shorten(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
     for trained in ((1, 0, 1), (0, 1, 0, 1), (0, 1, 0, 0, 1, 0)):  # two
         first = 3 * trained.index(1) + 3
-        assert {len(shorten(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)} == {first}
+        assert {
+            len(shorten(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)
+        } == {first}
 
 
 def test_dropped_turns_depend_on_seed_epoch_example():
     def shuffled(seed=0):
-        return drop_turns(Shuffled(Chats([[chat(0, 1, 0, 1, 0, 1)] for _ in range(60)]), Order([60], seed)), 0.5)
+        return drop_turns(
+            Shuffled(Chats([[chat(0, 1, 0, 1, 0, 1)] for _ in range(60)]), Order([60], seed)), 0.5
+        )
 
     def by_example(train, epoch):
         positions = range(60 * epoch, 60 * epoch + 60)
         return {train.order[p]: n for p, n in zip(positions, lengths(train, positions), strict=True)}
 
     once = shuffled()
-    assert [by_example(once, epoch) for epoch in (2, 0, 1)] == [by_example(shuffled(), epoch) for epoch in (2, 0, 1)]
+    assert [by_example(once, epoch) for epoch in (2, 0, 1)] == [
+        by_example(shuffled(), epoch) for epoch in (2, 0, 1)
+    ]
     assert by_example(once, 0) != by_example(once, 1) and by_example(once, 0) != by_example(shuffled(1), 0)
-    assert {shuffled().size(p) for p in range(60)} == {18}  # before turns are dropped: what micro-batches are planned with
+    # before turns are dropped: what micro-batches are planned with
+    assert {shuffled().size(p) for p in range(60)} == {18}

@@ -17,12 +17,16 @@ from tests.data.rows import CHAT, columns, found, jsonl, line, texts, write
 ROWS = [{"text": "one\nline"}, {"text": "你好 é 🙂"}, {"text": "three"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
 TABLE = 'text,n\n"one\nline",1\n你好 é 🙂,\n\nthree,"a ""b"""\n'
-TABLE_ROWS = [{"text": "one\nline", "n": "1"}, {"text": "你好 é 🙂", "n": ""}, {"text": "three", "n": 'a "b"'}]
+TABLE_ROWS = [
+    {"text": "one\nline", "n": "1"},
+    {"text": "你好 é 🙂", "n": ""},
+    {"text": "three", "n": 'a "b"'},
+]
 TEXT = "\n\none\nline\n\n你好 é 🙂\n \nthree"
 COMPRESS = {".gz": gzip.compress}
 
 
-# --- kinds of files -------------------------------------------------------------------------------------------------
+# --- kinds of files -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,12 @@ COMPRESS = {".gz": gzip.compress}
 def test_a_file_is_read_by_its_suffix(tmp_path, name, text, rows):
     (tmp_path / name).write_bytes(text.encode())
     assert columns(tmp_path / name) == rows
-    places = {LINES: ":1 :2 :3", TEXT: ":3 :6 :8", TABLE: " row 1, row 2, row 3", json.dumps(ROWS): " row 1, row 2, row 3"}
+    places = {
+        LINES: ":1 :2 :3",
+        TEXT: ":3 :6 :8",
+        TABLE: " row 1, row 2, row 3",
+        json.dumps(ROWS): " row 1, row 2, row 3",
+    }
     if text in places:
         wanted = [f"{tmp_path / name}{place}" for place in re.findall(r":\d| row \d", places[text])]
         assert [row.where for row, _ in read_rows(Source(str(tmp_path / name)))] == wanted
@@ -69,7 +78,9 @@ def test_text_without_blank_lines_is_cut(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name, end", [("a.jsonl", "\n"), ("a.txt", "\n\n"), ("a.csv", "\n")])
 def test_reading_a_large_file_takes_little_memory(tmp_path, name, end):
     row = json.dumps({"text": "x" * 1000}) if name == "a.jsonl" else "x" * 1000
-    path = write(tmp_path / name, f"text{end}" + (row + end) * 4000 if name == "a.csv" else (row + end) * 4000)
+    path = write(
+        tmp_path / name, f"text{end}" + (row + end) * 4000 if name == "a.csv" else (row + end) * 4000
+    )
     tracemalloc.start()
     count = sum(1 for _ in read_rows(Source(path)))
     peak = tracemalloc.get_traced_memory()[1]
@@ -77,7 +88,7 @@ def test_reading_a_large_file_takes_little_memory(tmp_path, name, end):
     assert count >= 4000 and peak < 500_000 < 4_000_000
 
 
-# --- cursors ---------------------------------------------------------------------------------------------------------
+# --- cursors ------------------------------------------------------------------------------------------------
 
 
 def folder_of(folder, kind):
@@ -104,21 +115,29 @@ def folder_of(folder, kind):
 
 @pytest.mark.parametrize("how", ["columns", "lines", "json"])
 def test_a_table_gives_tools_and_calls_as_they_were(how, tmp_path):
-    """It gives each the keys of all, as do the .jsonl files it writes, or holds JSON, which `datasets` marks."""
+    """It gives each the keys of all, as do the .jsonl files it writes, or holds JSON, which `datasets`
+    marks."""
     datasets, rows = pytest.importorskip("datasets"), []
     for name, key in (("f", "city"), ("g", "zone")):
         call = {"type": "function", "function": {"name": name, "arguments": {key: "x", "several": [None, 1]}}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
-        schema = {"inputSchema" if how == "columns" else "parameters": {"properties": {key: {"type": "string"}}}}
+        schema = {
+            "inputSchema" if how == "columns" else "parameters": {"properties": {key: {"type": "string"}}}
+        }
         tool = {"name": name, **schema}
         tools = [tool if how == "columns" else {"type": "function", "function": tool}]
-        rows.append({"messages": [*CHAT["messages"], answer], "functions": tools, "tests": [{"city": 1, key: None}]})
+        rows.append(
+            {"messages": [*CHAT["messages"], answer], "functions": tools, "tests": [{"city": 1, key: None}]}
+        )
     table = datasets.Dataset.from_list(rows, **({"on_mixed_types": "use_json"} if how == "json" else {}))
     write = table.to_json if how == "lines" else table.to_parquet
     write(tmp_path / ("train.jsonl" if how == "lines" else "train.parquet"))
-    for row, (read, _) in zip(rows, read_rows(Source(str(tmp_path), columns=("tools=functions",))), strict=True):
+    for row, (read, _) in zip(
+        rows, read_rows(Source(str(tmp_path), columns=("tools=functions",))), strict=True
+    ):
         assert as_chat(read) == {"messages": row["messages"], "tools": row["functions"]}
-        assert read["tests"] == [{"zone": None} | row["tests"][0]] or how == "json"  # what rewards look up is there
+        # what rewards look up is there
+        assert read["tests"] == [{"zone": None} | row["tests"][0]] or how == "json"
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "txt", "csv", "parquet", "jsonl.gz", "txt.gz", "csv.gz"])
@@ -134,13 +153,18 @@ def test_reading_goes_on_from_every_cursor(tmp_path, kind, change):
     assert list(read_rows(source, [0, 0, 0])) == everything
 
 
-# --- folders and datasets -------------------------------------------------------------------------------------------
+# --- folders and datasets -----------------------------------------------------------------------------------
 
 
 def test_a_folder_gives_the_files_of_the_split(tmp_path):
     folder = tmp_path / "splits"
     folder.mkdir()
-    for name in ("train-00001-of-00002.jsonl", "train-00000-of-00002.jsonl.gz", "validation.jsonl", "README.md"):
+    for name in (
+        "train-00001-of-00002.jsonl",
+        "train-00000-of-00002.jsonl.gz",
+        "validation.jsonl",
+        "README.md",
+    ):
         text = json.dumps({"text": name}) + "\n"
         (folder / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     assert texts(folder) == ["train-00000-of-00002.jsonl.gz", "train-00001-of-00002.jsonl"]
@@ -183,7 +207,9 @@ def hub(monkeypatch):
     def load_dataset(path, name=None, split=None, streaming=False):
         calls.append((path, name, split, streaming))
         if split == "validation":
-            raise ValueError(f"Bad split: {split}." if streaming else f'Unknown split "{split}". Should be one of train.')
+            raise ValueError(
+                f"Bad split: {split}." if streaming else f'Unknown split "{split}". Should be one of train.'
+            )
         rows = [{"text": f"row {i}"} for i in range(5)]
         if path.endswith("broken"):
             rows = iter_broken
@@ -209,13 +235,17 @@ def test_a_hub_dataset_is_read_from_any_cursor(hub, streaming):
     assert train[0].streaming == streaming and train[0].label == "numbers"
     assert evaluation[0].split == "test"  # it has no split validation
     everything = list(read_rows(train[0]))
-    assert ("org/numbers", "small", "train", streaming) in hub and bool(identity(train[0])["fingerprint"]) is not streaming
+    assert ("org/numbers", "small", "train", streaming) in hub and bool(
+        identity(train[0])["fingerprint"]
+    ) is not streaming
     assert [row.where for row, _ in everything] == [f"org/numbers row {i}" for i in range(1, 6)]
     for i, (_, cursor) in enumerate(everything):
         assert list(read_rows(train[0], cursor)) == everything[i + 1 :]
 
 
 def test_a_stream_that_breaks_off_is_one_line(hub):
-    with pytest.raises(UserError, match="dataset org/broken row 2: cannot be read: the network is gone") as caught:
+    with pytest.raises(
+        UserError, match="dataset org/broken row 2: cannot be read: the network is gone"
+    ) as caught:
         columns(Source("org/broken", streaming=True))
     line(caught)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.rows import CHAT, columns, found, jsonl, line, numbered, texts, write
 
-# --- the rows of a source -------------------------------------------------------------------------------------------
+# --- the rows of a source -----------------------------------------------------------------------------------
 
 
 def test_held_out_rows_stay_held_out(tmp_path):
@@ -24,17 +24,25 @@ def test_held_out_rows_stay_held_out(tmp_path):
     jsonl(path, rows)
     train, held_out = (set(texts(part)) for part in parts)
     assert len(train) + len(held_out) == 1000 and not train & held_out and 60 < len(held_out) < 140
-    jsonl(path, [{"text": f"new {i}"} for i in range(1000)] + [row | {"more": None} for row in rows[::-1]])  # as of a table
+    # as of a table
+    jsonl(path, [{"text": f"new {i}"} for i in range(1000)] + [row | {"more": None} for row in rows[::-1]])
     again = [set(texts(part)) for part in parts]
     assert train < again[0] and held_out < again[1] and not again[0] & again[1]
 
 
 def test_held_out_rows_are_those_recorded(tmp_path):
-    # Written down when the choice was made: other rows held out would make old runs' evaluations incomparable.
+    # Written down when the choice was made: other rows held out would make old runs' evaluations
+    # incomparable.
     source = Source(numbered(tmp_path / "a.jsonl", 40), held_out=0.1, part="held_out")
     assert texts(source) == [f"row {i}" for i in (1, 2, 11, 13, 20, 26, 36)]
     rows = [{"text": f"é {i}", "a": i} for i in range(40)]
-    assert [row["a"] for row in columns(replace(source, path=jsonl(tmp_path / "b.jsonl", rows)))] == [4, 12, 18, 27, 29]
+    assert [row["a"] for row in columns(replace(source, path=jsonl(tmp_path / "b.jsonl", rows)))] == [
+        4,
+        12,
+        18,
+        27,
+        29,
+    ]
     assert [row["body"] for row in columns(replace(source, columns=("body=text",)))] == texts(source)
 
 
@@ -45,7 +53,7 @@ def test_max_samples_are_the_first_after_hold_out(tmp_path):
     assert texts(Source(path, max_samples=1)) == ["x"]
 
 
-# --- sources that the arguments name --------------------------------------------------------------------------------
+# --- sources that the arguments name ------------------------------------------------------------------------
 
 
 def test_sources_keep_their_order_and_have_labels(tmp_path):
@@ -71,13 +79,19 @@ def test_evaluation_is_on_the_evaluation_split(tmp_path):
         (tmp_path / name).mkdir()
         numbered(tmp_path / name / "train.jsonl", 9)
     jsonl(tmp_path / "b" / "validation.jsonl", [CHAT])  # of another format
-    names = [str(tmp_path / "a"), {"path": str(tmp_path / "b"), "max_samples": 3}, numbered(tmp_path / "c.jsonl", 1)]
+    names = [
+        str(tmp_path / "a"),
+        {"path": str(tmp_path / "b"), "max_samples": 3},
+        numbered(tmp_path / "c.jsonl", 1),
+    ]
     evaluation = found(*names, max_eval_samples=5)[1]
     assert evaluation == [Source(str(tmp_path / "b"), split="validation", max_samples=5, label="b")]
     assert found({"path": str(tmp_path / "b"), "split": "validation"})[1] == []  # never on what is trained on
 
 
-@pytest.mark.parametrize("name", ["val.jsonl", "dev-00000-of-00001.jsonl", "data/valid_1.jsonl", "Validation.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["val.jsonl", "dev-00000-of-00001.jsonl", "data/valid_1.jsonl", "Validation.jsonl"]
+)
 @pytest.mark.parametrize("flags", [{}, {"eval_dataset_name": True}])
 def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, tmp_path):
     """In data/, too, where a copy of a Hub dataset has its files, beside some that are no data."""
@@ -110,7 +124,9 @@ def test_an_evaluation_dataset_is_its_split_or_whole(tmp_path):
     numbered(folder / "validation.jsonl", 2)
     numbered(tmp_path / "two" / "test.jsonl", 1), numbered(tmp_path / "two" / "train.jsonl", 5)
     a, b = numbered(tmp_path / "a.jsonl", 3), {"path": str(folder), "split": "train", "max_samples": 1}
-    evaluation = found(a, eval_dataset_name=[str(folder), a, json.dumps(b), str(tmp_path / "two")], max_eval_samples=2)[1]
+    evaluation = found(
+        a, eval_dataset_name=[str(folder), a, json.dumps(b), str(tmp_path / "two")], max_eval_samples=2
+    )[1]
     assert [(s.label, s.split, s.max_samples, len(columns(s))) for s in evaluation] == [
         ("folder", "validation", 2, 2),
         ("a", "train", 2, 2),
@@ -129,7 +145,7 @@ def test_an_eval_fraction_divides_each_source_in_two(tmp_path):
         assert not set(rows[0]) & set(rows[1]) and set(rows[0]) | set(rows[1]) == set(rows[2])
 
 
-# --- identity -------------------------------------------------------------------------------------------------------
+# --- identity -----------------------------------------------------------------------------------------------
 
 
 def test_identity_changes_with_what_changes_the_rows(tmp_path):
@@ -151,7 +167,7 @@ def test_the_identity_of_a_dataset_is_its_fingerprint(tmp_path):
     assert all(prints) and prints[0] != prints[1]
 
 
-# --- bad input: one line that names the flag, the file and the row ---------------------------------------------------
+# --- bad input: one line that names the flag, the file and the row ------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,7 +251,9 @@ def test_another_encoding_is_refused(tmp_path):
 
 def test_files_of_a_split_are_all_read(tmp_path):
     """As the datasets library names them; and none of another split."""
-    for number, name in enumerate(["train", "train-1", "train_2", "train.3", "train4", "training", "validation", "test_1"]):
+    for number, name in enumerate(
+        ["train", "train-1", "train_2", "train.3", "train4", "training", "validation", "test_1"]
+    ):
         jsonl(tmp_path / f"{name}.jsonl", [{"text": str(number)}])
     jsonl(tmp_path / "train_eval.jsonl", [{"text": "held out"}])
     assert sorted(row["text"] for row in load_rows(str(tmp_path))) == ["0", "1", "2", "3", "4"]
@@ -245,7 +263,7 @@ def test_files_of_a_split_are_all_read(tmp_path):
         load_rows(str(tmp_path / "other"))
 
 
-# --- bad rows: left out, counted, named ------------------------------------------------------------------------------
+# --- bad rows: left out, counted, named ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,8 +282,13 @@ def test_a_bad_row_is_left_out_and_named(tmp_path, row, capsys):
     train = Source(name, held_out=1e-9, part="train")
     for source in (name, train):
         results, facts = convert(load_rows(source), as_text, "rows")
-        assert results == ["x", "y"] and [found["first"] for found in facts["dropped"].values()] == [[f"{name}:2"]]
-        assert f"data: 1 of 3 rows left out: {next(iter(facts['dropped']))} (first: {name}:2)" in capsys.readouterr().out
+        assert results == ["x", "y"] and [found["first"] for found in facts["dropped"].values()] == [
+            [f"{name}:2"]
+        ]
+        assert (
+            f"data: 1 of 3 rows left out: {next(iter(facts['dropped']))} (first: {name}:2)"
+            in capsys.readouterr().out
+        )
 
 
 def test_reasons_that_differ_are_counted_together(tmp_path):

@@ -68,7 +68,9 @@ def wrapped(data):
 
 
 def stream(tokenizer, *sources, arrange=as_they_are, seed=5, num_proc=1):
-    return arrange(Stream(list(sources), Job(document, tokenizer, CommonArgs(dataset_num_proc=num_proc)), seed))
+    return arrange(
+        Stream(list(sources), Job(document, tokenizer, CommonArgs(dataset_num_proc=num_proc)), seed)
+    )
 
 
 def ids(example):
@@ -94,7 +96,7 @@ def naive(tokenizer, sources, examples, block_rows=20, seed=5):
     return found[:examples]
 
 
-# --- what comes when ------------------------------------------------------------------------------------------------
+# --- what comes when ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,9 @@ def naive(tokenizer, sources, examples, block_rows=20, seed=5):
         ([13, 70], [7.0, 1.0], 20, [18, 2]),
     ],
 )
-def test_a_stream_is_shuffled_blocks_of_all_sources(tmp_path, tokenizer, block_rows, rows, weights, size, shares):
+def test_a_stream_is_shuffled_blocks_of_all_sources(
+    tmp_path, tokenizer, block_rows, rows, weights, size, shares
+):
     """Without end, with its share of every block for each."""
     block_rows(size)
     given = zip("ab"[: len(rows)], rows, weights, strict=True)
@@ -122,7 +126,7 @@ def test_a_stream_is_shuffled_blocks_of_all_sources(tmp_path, tokenizer, block_r
     assert [row["rows"] for row in found.data.facts()] == [blocks * share for share in shares]
 
 
-# --- to go on -------------------------------------------------------------------------------------------------------
+# --- to go on -----------------------------------------------------------------------------------------------
 
 
 def some(tmp_path, kind):
@@ -156,7 +160,9 @@ def test_continuing_reads_nothing_from_the_start(tmp_path, tokenizer, monkeypatc
     whole = stream(tokenizer, a)
     wanted, state = ids(whole[500]), whole.state(500)
     read = []
-    monkeypatch.setattr(streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args)))
+    monkeypatch.setattr(
+        streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args))
+    )
     resumed = stream(tokenizer, a)
     resumed.restore(state)
     assert ids(resumed[500]) == wanted and len(read) == 20
@@ -174,12 +180,14 @@ def test_a_stream_can_be_read_ahead(tmp_path, tokenizer):
         assert known["rows"] == now["rows"] and known["dropped"] == now["dropped"]  # each row counts once
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_holds_two_blocks(tmp_path, tokenizer, monkeypatch):
     read = []
-    monkeypatch.setattr(streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args)))
+    monkeypatch.setattr(
+        streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args))
+    )
     found = stream(tokenizer, numbered(tmp_path / "a.jsonl", 1000))
     assert not read
     for p in range(300):
@@ -191,7 +199,7 @@ def test_a_stream_holds_two_blocks(tmp_path, tokenizer, monkeypatch):
     assert number > 10
 
 
-# --- rows that are left out -----------------------------------------------------------------------------------------
+# --- rows that are left out ---------------------------------------------------------------------------------
 
 
 def test_rows_left_out_of_a_stream_are_counted(tmp_path, tokenizer, capsys):
@@ -201,11 +209,16 @@ def test_rows_left_out_of_a_stream_are_counted(tmp_path, tokenizer, capsys):
     assert capsys.readouterr().out == f"data: rows of a left out: a bad row (first: {a.path}:4)\n"
     rows = 20 * (found.blocks[-1].number + 1)
     facts = found.data.facts()[0]
-    assert facts["rows"] == rows and facts["dropped"]["a bad row"]["count"] == sum(i % 50 % 7 == 3 for i in range(rows))
+    assert facts["rows"] == rows and facts["dropped"]["a bad row"]["count"] == sum(
+        i % 50 % 7 == 3 for i in range(rows)
+    )
 
 
 def test_a_stream_needs_one_usable_source(tmp_path, tokenizer):
-    bad, good = source(tmp_path / "a.jsonl", [{"text": "", "bad": True}] * 9), numbered(tmp_path / "b.jsonl", 3)
+    bad, good = (
+        source(tmp_path / "a.jsonl", [{"text": "", "bad": True}] * 9),
+        numbered(tmp_path / "b.jsonl", 3),
+    )
     with pytest.raises(UserError, match="--dataset_streaming: no row can be used among 20 in succession"):
         stream(tokenizer, bad)[0]
     for arrange in (as_they_are, packed, wrapped):
@@ -213,7 +226,7 @@ def test_a_stream_needs_one_usable_source(tmp_path, tokenizer):
         assert found[0] and found.data.counts[0] == 0
 
 
-# --- windows over a stream ------------------------------------------------------------------------------------------
+# --- windows over a stream ----------------------------------------------------------------------------------
 
 
 def in_windows(train, rank=0, world=1, accumulation=2, batch_size=3, **options):
@@ -247,7 +260,7 @@ def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, options
     assert found == naive(tokenizer, sources, at + len(found))[at:] and len(found) == new.start(15) - at
 
 
-# --- the settings of a run ------------------------------------------------------------------------------------------
+# --- the settings of a run ----------------------------------------------------------------------------------
 
 
 def load(sources, tokenizer, turn_dropping=0.0, **settings):

@@ -50,7 +50,7 @@ from tests.data.templates import (
     trained,
 )
 
-# --- what is trained ------------------------------------------------------------------------------------------------
+# --- what is trained ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -74,18 +74,24 @@ def test_the_words_and_ends_of_answers_are_trained(name):
         assert sequence["input_ids"].tolist() == tokenize_messages(chat, tokenizer)["input_ids"].tolist()
     if name != "gemma":
         sequence = tokenize_messages([SYSTEM, *CHAT], tokenizer)
-        assert trained(sequence, tokenizer) == [first, last] and "Be brief." in decode(sequence["input_ids"], tokenizer)
+        assert trained(sequence, tokenizer) == [first, last] and "Be brief." in decode(
+            sequence["input_ids"], tokenizer
+        )
     assert tokenize_messages(CHAT, tokenizer, train_on="everything")["loss_mask"].all()
     sequence = tokenize_messages(flagged(CHAT, 1), tokenizer, train_on="everything")
     assert trained(sequence | {"loss_mask": 1 - sequence["loss_mask"]}, tokenizer) == [first]
 
 
 def test_thinking_is_trained_or_refused():
-    """Of a template that drops earlier thinking, the last turn's is trained; of one that closes it in the header, all."""
+    """Of a template that drops earlier thinking, the last turn's is trained; of one that closes it in the
+    header, all."""
     thinks = {"role": "assistant", "content": "<think>\ntwo and two\n</think>\n\n4"}
     whole = "<think>\ntwo and two\n</think>\n\n4<|im_end|>"
     tokenizer = make_tokenizer(QWEN3)
-    assert trained(tokenize_messages([*CHAT[:3], thinks], tokenizer), tokenizer) == ["It is 2.<|im_end|>", whole]
+    assert trained(tokenize_messages([*CHAT[:3], thinks], tokenizer), tokenizer) == [
+        "It is 2.<|im_end|>",
+        whole,
+    ]
     chat = [CHAT[0], thinks, *CHAT[2:]]
     with pytest.raises(BadRow, match="--train_on last_turn, --chat_template chatml"):
         tokenize_messages(chat, tokenizer)
@@ -95,7 +101,9 @@ def test_thinking_is_trained_or_refused():
     assert trained(tokenize_messages([CHAT[0], thinks], tokenizer), tokenizer) == [whole]
     for how, more in (("all_turns", []), ("last_turn", []), ("everything", CHAT[:2])):
         with pytest.raises(BadRow, match="reasoning_content"):
-            tokenize_messages([CHAT[0], CHAT[1] | {"reasoning_content": "two"}, *more], make_tokenizer(), train_on=how)
+            tokenize_messages(
+                [CHAT[0], CHAT[1] | {"reasoning_content": "two"}, *more], make_tokenizer(), train_on=how
+            )
     thought = dict.fromkeys(("reasoning_content", "thinking"), "not <|im_end|>")
     tokenizer = make_tokenizer(CHATML.replace("m.content +", "(m.thinking or '') + m.content +"))
     tokenize_messages([CHAT[0], CHAT[1] | thought], tokenizer, train_on="everything")
@@ -114,23 +122,29 @@ def test_thinking_opened_for_samples_only_is_refused():
 
 def test_tool_calls_are_trained_or_refused():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    chat = [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": '{"x": "2"}'}]
+    chat = [
+        CHAT[0],
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": '{"x": "2"}'},
+    ]
     writes = CHATML.replace(
-        "m.content +", "m.content + (('<tool_call>' + m.tool_calls[0].function | tojson) if m.tool_calls else '') +"
+        "m.content +",
+        "m.content + (('<tool_call>' + m.tool_calls[0].function | tojson) if m.tool_calls else '') +",
     )
     tokenizer = make_tokenizer(writes)
     expected = ['<tool_call>{"name": "add", "arguments": {"a": 1}}<|im_end|>']
     assert trained(tokenize_messages(chat, tokenizer), tokenizer) == expected
     chat[1]["content"] = "I add"  # the name of the function is in the text
     own_end = writes.replace("'<|im_end|>", "('<|endoftext|>' if m.tool_calls else '<|im_end|>') + '")
-    with pytest.raises(BadRow, match="ends its turn in another way"):  # its mask would reach over the tool's empty turn
+    # its mask would reach over the tool's empty turn
+    with pytest.raises(BadRow, match="ends its turn in another way"):
         tokenize_messages([*chat[:2], chat[2] | {"content": ""}, CHAT[1]], make_tokenizer(own_end))
     for how in ("all_turns", "last_turn"):
         with pytest.raises(BadRow, match="no place for tool calls"):
             tokenize_messages([*chat, *CHAT[:2]], make_tokenizer(CHATML), train_on=how)
 
 
-# --- turns that say whether they are trained ------------------------------------------------------------------------
+# --- turns that say whether they are trained ----------------------------------------------------------------
 
 
 def flagged(chat: list, *untrained: int) -> list:
@@ -146,16 +160,21 @@ def test_a_chat_without_trained_turn_is_refused():
 
 
 def test_no_template_sees_the_flag():
-    template = "{% for m in messages if 'train' in m %}{{ raise_exception('it sees the flag') }}{% endfor %}" + CHATML
+    template = (
+        "{% for m in messages if 'train' in m %}{{ raise_exception('it sees the flag') }}{% endfor %}"
+        + CHATML
+    )
     tokenizer, chat = make_tokenizer(template), flagged(CHAT, 1)
     plain = tokenize_messages(CHAT, tokenizer)
     assert tokenize_messages(chat, tokenizer)["input_ids"].tolist() == plain["input_ids"].tolist()
     assert tokenize_prompt(chat[:3], tokenizer) == tokenize_prompt(CHAT[:3], tokenizer)
-    sides = tokenize_pair(chat[:3], chat[3:], [{"role": "assistant", "content": "5", "train": True}], tokenizer, 512)
+    sides = tokenize_pair(
+        chat[:3], chat[3:], [{"role": "assistant", "content": "5", "train": True}], tokenizer, 512
+    )
     assert [trained(side, tokenizer) for side in sides] == [["4\n\nYes, 4.<|im_end|>"], ["5<|im_end|>"]]
 
 
-# --- templates that cannot be verified ------------------------------------------------------------------------------
+# --- templates that cannot be verified ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,10 +183,22 @@ def test_no_template_sees_the_flag():
         (None, UserError, "--chat_template chatml, plain, or a .jinja file"),
         (NO_END, UserError, "ends answers with no special token.*--chat_template chatml"),
         (CHATML.replace("m.content", "m.content | upper"), BadRow, "try --chat_template chatml"),
-        (CHATML.replace("messages %}", "messages if m.role != 'user' %}"), BadRow, "leaves out a user message"),
+        (
+            CHATML.replace("messages %}", "messages if m.role != 'user' %}"),
+            BadRow,
+            "leaves out a user message",
+        ),
         ("{{ messages | length }}" + CHATML, BadRow, "rewrites earlier turns"),
-        (NO_END + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}", BadRow, "--chat_template chatml"),
-        (MARKED_OUTSIDE.replace("in messages", "in messages[2:]"), BadRow, "marks 1 generations in 2 assistant turns"),
+        (
+            NO_END + "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}",
+            BadRow,
+            "--chat_template chatml",
+        ),
+        (
+            MARKED_OUTSIDE.replace("in messages", "in messages[2:]"),
+            BadRow,
+            "marks 1 generations in 2 assistant turns",
+        ),
         (MARKED_OUTSIDE.replace("<|im_end|>", ""), UserError, "no special token"),
         ("{{ messages[9].content.x }}", BadRow, "refuses it"),
         ("{{ raise_exception('roles must alternate') }}", BadRow, "refuses it: roles must alternate"),
@@ -197,7 +228,7 @@ def test_a_chat_may_start_with_marked_answers():
         tokenize_messages(CHAT[1:], make_tokenizer(CHATML))
 
 
-# --- text that spells special tokens --------------------------------------------------------------------------------
+# --- text that spells special tokens ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -215,12 +246,14 @@ def test_spelled_special_tokens_forge_no_turn(name):
     assert sequence["input_ids"][:start].tolist() == tokenize_prompt(chat[:1], tokenizer)
 
 
-# --- beginnings and ends --------------------------------------------------------------------------------------------
+# --- beginnings and ends ------------------------------------------------------------------------------------
 
 LIKELY = st.sampled_from(" \n\t<|>/[]{}%:'\"\\aé你🙂\u0301\u200b")
 WORDS = st.text(st.one_of(LIKELY, st.characters(exclude_categories=["Cs"])), max_size=12)
 MARKUP = st.sampled_from(
-    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(" ")
+    "<|im_end|> <|im_start|>assistant\n <|endoftext|> </think> [/INST] {{x}} User: <|bos|> <|end|> <|eot_id|>".split(
+        " "
+    )
 )
 CONTENT = st.lists(st.one_of(WORDS, MARKUP), max_size=4).map("".join)
 READABLE = CONTENT.filter(lambda text: not {"\ufdd0", "\ufdd1"} & set(text))  # of placeholders
@@ -278,7 +311,7 @@ def test_stop_tokens_of_model_tokenizer_and_template():
     assert stop_token_ids(tokenizer, GenerationConfig()) == ids[:1]
 
 
-# --- truncation, pairs, display -------------------------------------------------------------------------------------
+# --- truncation, pairs, display -----------------------------------------------------------------------------
 
 
 def test_what_max_length_leaves_untrained_is_dropped():
@@ -286,11 +319,18 @@ def test_what_max_length_leaves_untrained_is_dropped():
     sequence = tokenize_messages(CHAT[:2], tokenizer)
     first = int(sequence["loss_mask"].argmax())
     cut = truncate(sequence, first + 1)
-    assert cut["input_ids"].tolist() == sequence["input_ids"][: first + 1].tolist() and cut["loss_mask"].sum() == 1
+    assert (
+        cut["input_ids"].tolist() == sequence["input_ids"][: first + 1].tolist()
+        and cut["loss_mask"].sum() == 1
+    )
     length = len(tokenize_text("Hel", tokenizer))
-    pair = tokenize_pair("Hel", "lo there", "met", tokenizer, length + 1)  # one answer would merge with the prompt
+    # one answer would merge with the prompt
+    pair = tokenize_pair("Hel", "lo there", "met", tokenizer, length + 1)
     assert [side["input_ids"][:-1].tolist() for side in pair] == [tokenize_text("Hel", tokenizer)] * 2
-    for refused in (lambda: truncate(sequence, first), lambda: tokenize_pair("Hel", "lo there", "met", tokenizer, length)):
+    for refused in (
+        lambda: truncate(sequence, first),
+        lambda: tokenize_pair("Hel", "lo there", "met", tokenizer, length),
+    ):
         with pytest.raises(BadRow, match="no trained token within max_length"):
             refused()
 
@@ -333,7 +373,7 @@ def test_a_trained_tokenizer_reads_any_text_back():
         train_bpe(TEXTS, 100)
 
 
-# --- before the answer ----------------------------------------------------------------------------------------------
+# --- before the answer --------------------------------------------------------------------------------------
 
 OPENINGS = ["x", " x", "\nx", "\n\nx", "  - y", "Z"]
 
@@ -361,15 +401,19 @@ def test_answers_follow_the_tokens_of_sampling(name, make, train_on):
     assert seen or make is make_spm_tokenizer  # which has not all special tokens
 
 
-# --- any text ------------------------------------------------------------------------------------------------------
+# --- any text -----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
-@given(turns=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), name=st.sampled_from(list(TEMPLATES)))
+@given(
+    turns=st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), name=st.sampled_from(list(TEMPLATES))
+)
 def test_any_chat_gives_back_its_answers(turns, name):
     template, end, before = TEMPLATES[name]
     tokenizer = make_tokenizer(template)
-    chat = [m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})]
+    chat = [
+        m for q, a in turns for m in ({"role": "user", "content": q}, {"role": "assistant", "content": a})
+    ]
     try:
         sequence = tokenize_messages(chat, tokenizer)
     except BadRow as reason:
@@ -378,7 +422,9 @@ def test_any_chat_gives_back_its_answers(turns, name):
     found = trained(sequence, tokenizer)
     if template == THINKS_ALWAYS and "</think>" in "".join(answer for _, answer in turns):
         return  # the template completes that, and the answer starts before its words
-    assert ["".join(text.split()) for text in found] == ["".join((answer + end).split()) for _, answer in turns]
+    assert ["".join(text.split()) for text in found] == [
+        "".join((answer + end).split()) for _, answer in turns
+    ]
     if name in ("chatml, shipped", "chatml", "phi3"):  # these do not trim
         assert found == [answer + end for _, answer in turns]
     start = int(sequence["loss_mask"].argmax())
@@ -402,7 +448,9 @@ def test_a_system_prompt_makes_chats_of_strings():
     row = tokenize_row({"prompt": "What is 1+1?", "answer": "2"}, tokenizer, system_prompt="Be brief.")
     assert [message["role"] for message in row["prompt"]] == ["system", "user"] and row["answer"] == "2"
     assert row["prompt_ids"] == tokenize_prompt(row["prompt"], tokenizer)
-    assert [m["role"] for m in tokenize_row({"prompt": "1+1?"}, tokenizer, system_prompt="")["prompt"]] == ["user"]
+    assert [m["role"] for m in tokenize_row({"prompt": "1+1?"}, tokenizer, system_prompt="")["prompt"]] == [
+        "user"
+    ]
     chat = [{"role": "user", "content": "1+1?"}]
     assert tokenize_row({"prompt": chat}, tokenizer, system_prompt="Be brief.")["prompt"] == chat
     assert tokenize_row({"prompt": "1+1?"}, tokenizer)["prompt"] == "1+1?"

@@ -1,4 +1,5 @@
-"""Alerts: what is sent where, that nothing waits for it, and that the address stays secret. Against a server of our own."""
+"""Alerts: what is sent where, that nothing waits for it, and that the address stays secret. Against a server
+of our own."""
 
 import http.server
 import json
@@ -17,7 +18,16 @@ import pytest
 from tests.conftest import events_of
 
 TOKEN = "T0K3N-of-the-hook"
-SMALL = ["--model_name_or_path", "data/base_model", "--max_steps", "2", "--eval_steps", "0", "--save_steps", "0"]
+SMALL = [
+    "--model_name_or_path",
+    "data/base_model",
+    "--max_steps",
+    "2",
+    "--eval_steps",
+    "0",
+    "--save_steps",
+    "0",
+]
 SMALL += ["--logging_steps", "1", "--max_train_samples", "40"]
 
 
@@ -116,7 +126,15 @@ def test_nothing_waits_for_a_hanging_address(monkeypatch):
 
 @pytest.mark.parametrize(
     "address",
-    ["hooks.slack.com/x", "ftp://h/x", "http:///x", "https://h/a b", "https://h:port/x", "https://h/\n", "https://h/ü"],
+    [
+        "hooks.slack.com/x",
+        "ftp://h/x",
+        "http:///x",
+        "https://h/a b",
+        "https://h:port/x",
+        "https://h/\n",
+        "https://h/ü",
+    ],
 )
 def test_a_bad_address_is_refused_and_not_shown(address):
     for url in (address + TOKEN, f"https://{TOKEN}:pw@h/x"):
@@ -143,7 +161,14 @@ def test_an_error_is_told_before_the_end(starts, launch, tmp_path):
     (tmp_path / "own.py").write_text(f"def f(**columns):\n    raise ValueError({server.url!r})\n")
     words = ["--model_name_or_path", f"no-such-folder{server.url}"]
     if not starts:
-        words = ["--eval_steps", "1", "--eval_prompts", "data/prompts/chat_test.jsonl", "--eval_max_new_tokens", "2"]
+        words = [
+            "--eval_steps",
+            "1",
+            "--eval_prompts",
+            "data/prompts/chat_test.jsonl",
+            "--eval_max_new_tokens",
+            "2",
+        ]
         words += ["--eval_reward_funcs", f"{tmp_path}/own.py:f"]
     with pytest.raises(UserError) as error:
         launch("sft", *SMALL, *words, "--alert_webhook", server.url)
@@ -151,12 +176,18 @@ def test_an_error_is_told_before_the_end(starts, launch, tmp_path):
     last_words(ValueError("again"))
     (got,) = server.got
     assert got["event"] == "died" and "(secret)" in got["content"]
-    assert starts or TOKEN not in (tmp_path / "out" / "events.jsonl").read_text() and events_of(tmp_path / "out", "died")
+    assert (
+        starts
+        or TOKEN not in (tmp_path / "out" / "events.jsonl").read_text()
+        and events_of(tmp_path / "out", "died")
+    )
 
 
 def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
     server = Server()
-    monkeypatch.setattr(sys, "argv", ["train_sft.py", f"--alert-webhook={server.url}", "--alert_webhook", server.url])
+    monkeypatch.setattr(
+        sys, "argv", ["train_sft.py", f"--alert-webhook={server.url}", "--alert_webhook", server.url]
+    )
     words = [*SMALL, "--alert_webhook", server.url, "--save_steps", "1"]
     out = launch("sft", *words)
     said = capsys.readouterr()

@@ -14,9 +14,12 @@ def best_by(metric, patience=0, delta=0.0, eval_steps=1, **more):
 
 
 def test_the_direction_of_a_metric_is_known_or_asked_for():
-    assert [best_by(name).sign for name in ("eval_loss", "a_loss", "eval_perplexity", "min:reward")] == [-1] * 4
+    assert [best_by(name).sign for name in ("eval_loss", "a_loss", "eval_perplexity", "min:reward")] == [
+        -1
+    ] * 4
     assert [
-        best_by(n).sign for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
+        best_by(n).sign
+        for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
     ] == [1] * 4
     for name in ("eval_polite", "eval_exact_loss"):
         with pytest.raises(UserError, match=f"min:{name} or max:{name}"):
@@ -32,7 +35,8 @@ def test_the_direction_of_a_metric_is_known_or_asked_for():
 
 
 def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
-    """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4. Where the best checkpoint is gone, the search starts over."""
+    """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4. Where the best checkpoint is gone, the search
+    starts over."""
     best = best_by("eval_loss", patience=3, delta=0.1)
     best.update(0, {"eval_loss": 1.0})  # before training: no candidate
     found = []
@@ -44,18 +48,32 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
         for folder, left in ((tmp_path, best.step), (tmp_path / "another", None)):
             again = best_by("eval_loss", patience=3, delta=0.1, output_dir=str(folder))
             again.restore(0, json.loads(json.dumps(best.state(0))))
-            assert again.step == left and (vars(again) | own == vars(best) | own if left else again._waited == 0)
-    assert found == [(10, True, False), (20, True, False), (20, False, False), (20, False, False), (50, True, True)]
+            assert again.step == left and (
+                vars(again) | own == vars(best) | own if left else again._waited == 0
+            )
+    assert found == [
+        (10, True, False),
+        (20, True, False),
+        (20, False, False),
+        (20, False, False),
+        (50, True, True),
+    ]
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss", output_dir=str(tmp_path))
     other.restore(0, best.state(0))
     assert other.step is None
-    last = {"loss": 1, "eval_loss": 9, "eval_regression/all": 1}  # the latter by another model than the best one
-    assert best.of_exported(last) == {"loss": 1, "eval_loss": 4.0} and len(best.of_exported(last | {"step": 20})) == 4
+    # the latter by another model than the best one
+    last = {"loss": 1, "eval_loss": 9, "eval_regression/all": 1}
+    assert (
+        best.of_exported(last) == {"loss": 1, "eval_loss": 4.0}
+        and len(best.of_exported(last | {"step": 20})) == 4
+    )
     of_suite = Best(CommonArgs(save_best="eval_regression/all", regression_suite="suite.jsonl"))
     short = best_by("loss")  # as the console prints it
-    assert short.name == "eval_loss" and short.update(10, {"eval_loss": 2.0}) and short.update(20, {"loss": 1.0})
+    assert (
+        short.name == "eval_loss" and short.update(10, {"eval_loss": 2.0}) and short.update(20, {"loss": 1.0})
+    )
     for metric in (best, of_suite):  # a suite has its own steps
         before = metric.step
         assert not metric.update(60, {"eval_regression/all": 0.9} if metric is best else {"eval_loss": 0.1})

@@ -16,8 +16,15 @@ FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--dis
 
 
 def drawn(address, home):
-    """The markup of the page as it is drawn, without its data and script. It may say nothing on the console."""
-    command = [CHROMIUM, *FLAGS, f"--user-data-dir={home / 'profile'}", "--enable-logging=stderr", "--log-level=0"]
+    """The markup of the page as it is drawn, without its data and script. It may say nothing on the
+    console."""
+    command = [
+        CHROMIUM,
+        *FLAGS,
+        f"--user-data-dir={home / 'profile'}",
+        "--enable-logging=stderr",
+        "--log-level=0",
+    ]
     command += ["--virtual-time-budget=3000", "--dump-dom", address]
     environ = os.environ | {"HOME": str(home), "TZ": "UTC"}
     shown = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environ)
@@ -32,10 +39,23 @@ def test_hostile_text_on_a_page_stays_text(tmp_path):
     markup = drawn((folder / "report.html").as_uri() + "#x=tokens&y=log&settings=all", tmp_path)
     text = re.sub(r"<[^>]+>", " ", markup)
     assert 'data-drawn="yes"' in markup
-    for name in ("loss", "eval", "Samples", "Data", "Settings", "learning_rate", "answer 0", "left out", "the loss jumps"):
+    for name in (
+        "loss",
+        "eval",
+        "Samples",
+        "Data",
+        "Settings",
+        "learning_rate",
+        "answer 0",
+        "left out",
+        "the loss jumps",
+    ):
         assert name in text, name
     assert "<img" not in markup and "<title>run&lt;/script&gt;" in markup and "&lt;img src=x" in markup
     assert markup.count('<figure class="frame') == 3 and len(re.findall(r'class="line"', markup)) >= 2
     assert 'data-switch="x=tokens" aria-pressed="true"' in markup and "4,000 tokens" in text
     assert "mean reward 0.5 of 16 completions" in text and "try 1 at 3" in text and "cut" in text
-    assert markup.count('class="completion"') == 12 and len(re.findall(r'class="column( current)?"', markup)) == 3
+    assert (
+        markup.count('class="completion"') == 12
+        and len(re.findall(r'class="column( current)?"', markup)) == 3
+    )

@@ -1,4 +1,5 @@
-"""A step of sampling as a CUDA graph, where there is no CUDA: the logic around the capture, with an emulated device.
+"""A step of sampling as a CUDA graph, where there is no CUDA: the logic around the capture, with an emulated
+device.
 
 What only a GPU shows is in tests marked `gpu`, at the end.
 """
@@ -21,8 +22,8 @@ PROMPTS, OWNER, STEPS = [[3, 4, 5, 6], [7, 8, 9]], [0, 0, 1, 1], 140
 
 
 class Device:
-    """What a capture asks of torch.cuda. As PyTorch's allocator does, it refuses to capture into a pool whose graphs are all
-    gone. A replay runs the step again, into the same memory."""
+    """What a capture asks of torch.cuda. As PyTorch's allocator does, it refuses to capture into a pool whose
+    graphs are all gone. A replay runs the step again, into the same memory."""
 
     def __init__(self, monkeypatch):
         self.mode, self.capturing, self.captured, self.replayed = 0, None, 0, 0
@@ -82,7 +83,8 @@ def device(monkeypatch):
 
 
 def logits_of_steps(graph=None, hook=None, steps=STEPS, where="cpu") -> list[torch.Tensor]:
-    """Of each step; a completion leaves after the 30th. graph: makes one of a step. hook: before the second layer's MLP."""
+    """Of each step; a completion leaves after the 30th. graph: makes one of a step. hook: before the second
+    layer's MLP."""
     model = wrap(tiny_lm("llama")).to(where)
     found = []
     with generating(model) as lm:
@@ -114,12 +116,15 @@ def assert_same(found, wanted, **tolerance):
 
 
 def test_a_graph_is_captured_once_per_shape(device, eager):
-    """Four shapes: at the start, after a completion has left, and as the cache grows to 128 and 256 tokens."""
+    """Four shapes: at the start, after a completion has left, and as the cache grows to 128 and 256
+    tokens."""
     assert_same(logits_of_steps(device.graph), eager)
     assert (device.captured, device.replayed) == (4, STEPS - 4) and device.mode == 0
 
 
-@pytest.mark.parametrize("error", ["CUDA error: operation not permitted when stream is capturing", "CUDA out of memory"])
+@pytest.mark.parametrize(
+    "error", ["CUDA error: operation not permitted when stream is capturing", "CUDA out of memory"]
+)
 def test_a_failed_capture_leaves_sampling_right(error, device, eager, capsys):
     """From then on each layer would read another one's cache, with logits off by 5 to 9."""
 
@@ -150,7 +155,7 @@ def test_a_cache_goes_with_its_decoder(device):
     assert device.captured == 1
 
 
-# --- with a GPU -----------------------------------------------------------------------------------------------------
+# --- with a GPU ---------------------------------------------------------------------------------------------
 
 
 ON_GPU = {"atol": 1e-4, "rtol": 1e-4}

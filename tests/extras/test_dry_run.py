@@ -67,7 +67,11 @@ print(json.dumps([needed, memory(torch.device("cpu")).peak]))
 
 def make(kind="llama", *, lora=False, recompute=False):
     torch.manual_seed(0)
-    model = wrap(tiny_family(kind) if kind in HYBRIDS else transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()))
+    model = wrap(
+        tiny_family(kind)
+        if kind in HYBRIDS
+        else transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]())
+    )
     if lora:
         pytest.importorskip("peft")
         model = add_lora(CommonArgs(lora_r=4, lora_alpha=8), model)
@@ -77,11 +81,14 @@ def make(kind="llama", *, lora=False, recompute=False):
 
 
 def measured(model, lengths, mixed_precision="no", steps=1):
-    """Bytes that the CPU's allocator holds at most beside the model in a forward and backward pass, by PyTorch's profiler."""
+    """Bytes that the CPU's allocator holds at most beside the model in a forward and backward pass, by
+    PyTorch's profiler."""
     gc.collect()  # or earlier models would be freed meanwhile
     draw = np.random.default_rng(1)
     batch = flat_batch([[whole(draw.integers(V, size=n))] for n in lengths], torch.device("cpu"))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         for _ in range(steps):
             with torch.autocast("cpu", torch.bfloat16, enabled=mixed_precision == "bf16"):
                 loss = model(batch, nll_weights=batch["loss_mask"]).nll
@@ -102,13 +109,21 @@ def estimated(model, lengths, **options):
     return (parts["gradients"] + parts["activations"]) * GIB
 
 
-PEAKS = [(kind, UNEQUAL, {"recompute": r}, p) for kind in CONFIGS for r in (False, True) for p in ("no", "bf16")]
+PEAKS = [
+    (kind, UNEQUAL, {"recompute": r}, p) for kind in CONFIGS for r in (False, True) for p in ("no", "bf16")
+]
 # With dropout PyTorch's attention keeps the weights of all pairs of tokens.
 PEAKS += [(kind, lengths, {}, "no") for kind in ("llama", "gpt2") for lengths in ([120], [60] * 6)]
-PEAKS += [(kind, UNEQUAL, {"lora": True, "recompute": r}, "no") for kind in ("llama", "gpt2") for r in (False, True)]
-PEAKS += [(kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS]
+PEAKS += [
+    (kind, UNEQUAL, {"lora": True, "recompute": r}, "no") for kind in ("llama", "gpt2") for r in (False, True)
+]
+PEAKS += [
+    (kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS
+]
 # Some are enough by default: all take a minute.
-PEAKS = [case if case[0] in ("llama", "lfm2") else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS]
+PEAKS = [
+    case if case[0] in ("llama", "lfm2") else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS
+]
 
 
 @pytest.mark.parametrize(("kind", "lengths", "settings", "mixed_precision"), PEAKS, ids=str)
@@ -131,7 +146,9 @@ def test_weights_gradients_and_moments_are_exact(lora):
     parts = estimate(model, [20, 30], reference=True)
     trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
     assert parts["gradients"] * GIB == trained and parts["optimizer"] * GIB == 2 * trained
-    assert parts["weights"] == parts["reference model"] == nbytes([*model.parameters(), *model.buffers()]) / GIB
+    assert (
+        parts["weights"] == parts["reference model"] == nbytes([*model.parameters(), *model.buffers()]) / GIB
+    )
     assert parts["total"] == pytest.approx(sum(size for name, size in parts.items() if name != "total"))
     assert estimate(make(lora=lora), [20, 30], ddp=True)["gradients"] == 2 * parts["gradients"]
 

@@ -1,4 +1,5 @@
-"""The losses of a mixture's routers are those of the whole window at once, as a naive sum in float64 has them."""
+"""The losses of a mixture's routers are those of the whole window at once, as a naive sum in float64 has
+them."""
 
 import copy
 
@@ -42,7 +43,12 @@ CONFIGS = {
         **(SIZES | {"num_key_value_heads": 4}), **LATENT, **GROUPS, n_routed_experts=4, num_experts_per_tok=2
     ),
 }
-SPLITS = [[[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3], [4, 5]], [[5], [3], [0], [1], [2], [4]], [[0, 1, 2, 3, 4, 5], []]]
+SPLITS = [
+    [[0, 1, 2, 3, 4, 5]],
+    [[0, 1], [2, 3], [4, 5]],
+    [[5], [3], [0], [1], [2], [4]],
+    [[0, 1, 2, 3, 4, 5], []],
+]
 
 
 SHOWN_LATER = ("granite", "glm4-moe", "deepseek-v3")  # not yet by transformers 5.17
@@ -117,7 +123,10 @@ def naive(lm):
         aux = aux + E * sum(times[layer][e] / T * probability[e] / T for e in range(E)) / L
     parameters = dict(lm.named_parameters())
     found = torch.autograd.grad(aux, list(parameters.values()), allow_unused=True)
-    gradient = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), found, strict=True)}
+    gradient = {
+        n: torch.zeros_like(p) if g is None else g
+        for (n, p), g in zip(parameters.items(), found, strict=True)
+    }
     return aux.item(), gradient, times
 
 
@@ -176,7 +185,7 @@ def test_nothing_is_added_outside_of_a_window(accelerator):
     assert model(batch).aux_loss == 0.0
 
 
-# --- what is asked for ----------------------------------------------------------------------------------------------
+# --- what is asked for --------------------------------------------------------------------------------------
 
 
 def test_the_config_may_ask_for_the_loss(capsys):
@@ -195,7 +204,7 @@ def test_the_flag_is_refused_without_experts():
     assert add_experts(CommonArgs(), tiny_lm("llama")) is None
 
 
-# --- new ones -------------------------------------------------------------------------------------------------------
+# --- new ones -----------------------------------------------------------------------------------------------
 
 
 class Words:
@@ -211,7 +220,8 @@ NEW |= {"max_position_embeddings": 64, "initializer_range": 0.1, "tie_word_embed
 
 def test_a_new_mixture_counts_a_tokens_experts():
     dense, mixture = (create_model(llama_config(Words(), **NEW, num_experts=n), seed=0) for n in (0, 8))
-    assert mixture.lm.config.num_local_experts == 8 and mixture.lm.config.intermediate_size == 64  # two of 128 together
+    # two of 128 together
+    assert mixture.lm.config.num_local_experts == 8 and mixture.lm.config.intermediate_size == 64
     routers = 2 * 8 * 48
     assert count_parameters(mixture)[1] == count_parameters(dense)[1] + routers + 2 * 3 * 48 * (8 * 64 - 128)
     assert flops_per_token(mixture, 32) == pytest.approx(flops_per_token(dense, 32) + 6 * routers)
@@ -226,10 +236,14 @@ def test_products_of_experts_follow_autocast(dtype, monkeypatch):
     """In float32 a GPU has no kernel for all of them at once. Weights and gradients stay float32."""
     model, seen, grouped_mm = wrap(tiny_lm("mixtral")), set(), torch.nn.functional.grouped_mm
     monkeypatch.setattr(
-        torch.nn.functional, "grouped_mm", lambda x, w, **k: seen.add((x.dtype, w.dtype)) or grouped_mm(x, w, **k)
+        torch.nn.functional,
+        "grouped_mm",
+        lambda x, w, **k: seen.add((x.dtype, w.dtype)) or grouped_mm(x, w, **k),
     )
     assert add_experts(CommonArgs(), model.lm)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
         logps = model(flat_batch(examples(), torch.device("cpu"))).logps
     logps.sum().backward()
-    assert seen == {(dtype, dtype)} and {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert seen == {(dtype, dtype)} and {p.grad.dtype for p in model.parameters() if p.grad is not None} == {
+        torch.float32
+    }

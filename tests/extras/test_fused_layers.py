@@ -25,9 +25,9 @@ def norm(dtype=torch.float32):
 
 def mlp(dtype=torch.float32, **settings):
     torch.manual_seed(0)
-    return LlamaMLP(transformers.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, **settings)).to(
-        dtype
-    )
+    return LlamaMLP(
+        transformers.LlamaConfig(hidden_size=24, intermediate_size=40, num_attention_heads=4, **settings)
+    ).to(dtype)
 
 
 def run(module, x, weights, autocast=False):
@@ -43,7 +43,12 @@ def run(module, x, weights, autocast=False):
 @pytest.mark.parametrize("make", [norm, mlp])
 @pytest.mark.parametrize(
     ("dtype", "autocast", "tolerance"),
-    [(torch.float64, False, 1e-6), (torch.float32, False, 2e-6), (torch.bfloat16, False, 0.03), (torch.float32, True, 0.03)],
+    [
+        (torch.float64, False, 1e-6),
+        (torch.float32, False, 2e-6),
+        (torch.bfloat16, False, 0.03),
+        (torch.float32, True, 0.03),
+    ],
 )
 def test_results_are_those_of_the_plain_module(make, dtype, autocast, tolerance):
     plain, fused = make(dtype), make(dtype)

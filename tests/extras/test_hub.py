@@ -36,12 +36,16 @@ class Hub:
             raise self.fails
         self.repos.setdefault(repo_id, {})
 
-    def upload_folder(self, *, repo_id, folder_path, allow_patterns, ignore_patterns, delete_patterns, commit_message):
+    def upload_folder(
+        self, *, repo_id, folder_path, allow_patterns, ignore_patterns, delete_patterns, commit_message
+    ):
         files, repo = [path for path in Path(folder_path).rglob("*") if path.is_file()], self.repos[repo_id]
         for name in list(filter_repo_objects(repo, allow_patterns=delete_patterns)):
             del repo[name]
         names = [str(path.relative_to(folder_path)) for path in files]
-        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+        for name in filter_repo_objects(
+            names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
             repo[name] = Path(folder_path, name).read_bytes()
 
     def upload_file(self, *, path_or_fileobj, path_in_repo, repo_id, commit_message):
@@ -79,7 +83,7 @@ def card_of(tmp_path, *words, best_step=None, **more):
     return (tmp_path / "README.md").read_text()
 
 
-# --- the card -------------------------------------------------------------------------------------------------------
+# --- the card -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_leaves_a_card(launch):
@@ -99,18 +103,48 @@ def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
     user, answer = {"role": "user"}, {"role": "assistant", "content": "It is."}
     chats = [{"messages": [user | {"content": f"{SECRET} {i}?"}, answer]} for i in range(24)]
     write_rows(private / "meetings.jsonl", chats)
-    (private / "judge.py").write_text("def acme_judge(completions, **_):\n    return [0.0] * len(completions)\n")
+    (private / "judge.py").write_text(
+        "def acme_judge(completions, **_):\n    return [0.0] * len(completions)\n"
+    )
     base = shutil.copytree(ROOT / "data/base_model", private / "acme_base")
-    words = [*SMALL[:-1], str(base), "--dataset_name", str(private / "meetings.jsonl"), "data/sft/train.jsonl"]
+    words = [
+        *SMALL[:-1],
+        str(base),
+        "--dataset_name",
+        str(private / "meetings.jsonl"),
+        "data/sft/train.jsonl",
+    ]
     words += ["--eval_fraction", "0.2", "--run_name", "annette-3, hf_abcdefghijkl and /srv/keys"]
-    words += ["--eval_prompts", "data/prompts/chat_test.jsonl", "--eval_reward_funcs", f"{private}/judge.py:acme_judge"]
+    words += [
+        "--eval_prompts",
+        "data/prompts/chat_test.jsonl",
+        "--eval_reward_funcs",
+        f"{private}/judge.py:acme_judge",
+    ]
     words += ["--use_peft", "--save_steps", "1", "--push_to_hub", "--hub_model_id", NAME]
     launch("sft", *words)
     sent = hub.repos[NAME]
     everything = b"".join(content for name, content in sent.items() if name != "tokenizer.json")
-    for word in ("acme_c", "meetings", "annette", "judge", "hf_abc", "/srv", SECRET, str(tmp_path), os.getcwd(), "/tmp/"):
+    for word in (
+        "acme_c",
+        "meetings",
+        "annette",
+        "judge",
+        "hf_abc",
+        "/srv",
+        SECRET,
+        str(tmp_path),
+        os.getcwd(),
+        "/tmp/",
+    ):
         assert word.encode() not in everything, word
-    known = {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"}
+    known = {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "README.md",
+    }
     assert sent.keys() == known | {"chat_template.jinja", "generation_config.json"}
     assert json.loads(sent["adapter_config.json"])["base_model_name_or_path"] == "acme_base"
 
@@ -119,7 +153,13 @@ def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
     sources = [{"path": "gone/rows.jsonl"}, {"path": "HuggingFaceTB/smoltalk"}]
     (tmp_path / "dataset.json").write_text(json.dumps({"sources": sources}))
     (tmp_path / "adapter_config.json").write_text("{}")
-    words = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "gone/rows.jsonl", "HuggingFaceTB/smoltalk"]
+    words = [
+        "--model_name_or_path",
+        "Qwen/Qwen3-0.6B",
+        "--dataset_name",
+        "gone/rows.jsonl",
+        "HuggingFaceTB/smoltalk",
+    ]
     words += ["--reward_funcs", "/srv/mine.py:f", "regex:^A", "--use_peft"]
     card = card_of(tmp_path, *words, "--run_name", "gone " * 999, module=train_grpo, stage="grpo")
     assert head(card) == {
@@ -129,13 +169,19 @@ def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
         "pipeline_tag": "text-generation",
         "tags": ["plainloop", "grpo", "lora"],
     }
-    assert not [word for word in ("gone", "mine", "regex", "reward_funcs", "run_name", "output_dir") if word in card]
+    assert not [
+        word for word in ("gone", "mine", "regex", "reward_funcs", "run_name", "output_dir") if word in card
+    ]
 
 
 def test_the_results_are_those_of_the_exported_model(tmp_path):
     """An evaluation and a suite are lines of their own."""
     lines = [{"step": 0, "eval_regression/all": 0.1}, {"step": 0, "eval_loss": 4.0, "eval_clients_loss": 1.0}]
-    lines += [{"step": 2, "eval_loss": 3.0}, {"step": 4, "eval_regression/all": 0.3}, {"step": 4, "eval_loss": 3.5}]
+    lines += [
+        {"step": 2, "eval_loss": 3.0},
+        {"step": 4, "eval_regression/all": 0.3},
+        {"step": 4, "eval_loss": 3.5},
+    ]
     write_rows(tmp_path / "metrics.jsonl", lines)
     card = card_of(tmp_path, "--model_name_or_path", "a/b", "--dataset_name", "c/d")
     assert "| loss | 4 | 3.5 |" in card and "| regression/all | 0.1 | 0.3 |" in card
@@ -156,7 +202,7 @@ def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
     assert card_of(tmp_path, *words) == edited
 
 
-# --- the Hub --------------------------------------------------------------------------------------------------------
+# --- the Hub ------------------------------------------------------------------------------------------------
 
 
 def test_trouble_costs_a_line_that_repeats_it(hub, launch, capsys):
@@ -197,11 +243,15 @@ def test_code_goes_along_and_the_script_does_not(hub, tmp_path):
     (base / "classifier").mkdir()
     for name in ("modeling_mine.py", "train_sft.py", "classifier/model.safetensors"):
         (base / name).write_text("")
-    config = json.loads((base / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}
+    config = json.loads((base / "config.json").read_text()) | {
+        "auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}
+    }
     (base / "config.json").write_text(json.dumps(config))
     for name, sent in [("data/base_model", "base_model"), ("gone/acme/base", "base"), ("Qwen/Q", "Qwen/Q")]:
         (base / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": name, "r": 8}))
         push.main([str(base), "--hub_model_id", NAME])
-        assert {"modeling_mine.py", "classifier/model.safetensors", "model.safetensors"} <= hub.repos[NAME].keys()
+        assert {"modeling_mine.py", "classifier/model.safetensors", "model.safetensors"} <= hub.repos[
+            NAME
+        ].keys()
         assert "train_sft.py" not in hub.repos[NAME]
         assert json.loads(hub.repos[NAME]["adapter_config.json"]) == {"base_model_name_or_path": sent, "r": 8}

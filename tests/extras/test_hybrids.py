@@ -30,7 +30,8 @@ OTHER_ROW = [[sequence(tokens(20, 11), tokens(9, 12))], [sequence(tokens(3, 13),
 
 
 def alone(lm, weights):
-    """Logits of every sequence by itself, by the untouched model, and the gradients of their sum with these weights."""
+    """Logits of every sequence by itself, by the untouched model, and the gradients of their sum with these
+    weights."""
     sequences = [torch.as_tensor(s["input_ids"])[None] for example in ROW for s in example]
     logits = torch.cat([lm(input_ids=ids, use_cache=False).logits[0] for ids in sequences])
     return logits, gradients(lm, logits, weights)
@@ -70,7 +71,8 @@ def test_a_flat_row_equals_each_sequence_alone(name):
 
 @pytest.mark.parametrize("name", [name for name in ("qwen3.5", "mamba") if name in HYBRIDS])
 def test_what_is_recomputed_belongs_to_its_own_row(name):
-    """Between the two passes the model is called on another row, as a reference or another micro-batch does."""
+    """Between the two passes the model is called on another row, as a reference or another micro-batch
+    does."""
     found = []
     for recomputed in (False, True):
         model = wrap(tiny_family(name)).train()

@@ -22,7 +22,9 @@ KEYS = [(0, i) for i in range(4)]
 
 def test_a_model_with_its_own_cache():
     torch.manual_seed(0)
-    config = transformers.RwkvConfig(vocab_size=V, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2)
+    config = transformers.RwkvConfig(
+        vocab_size=V, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2
+    )
     lm = transformers.RwkvForCausalLM(config).eval()
     model = wrap(copy.deepcopy(lm)).train()
     assert way_to_sample(model, 9).decoder.func is WholeDecoder
@@ -42,7 +44,10 @@ def test_a_model_with_its_own_cache():
 def test_positions_follow_the_text_so_far(name):
     """16 tokens in these models; a prompt of 9 goes past them, and with a short completion it has a cache."""
     model = wrap(rope_model(name))
-    assert [way_to_sample(model, longest).decoder.func is WholeDecoder for longest in (16, 17)] == [False, True]
+    assert [way_to_sample(model, longest).decoder.func is WholeDecoder for longest in (16, 17)] == [
+        False,
+        True,
+    ]
     found = sample(model, PROMPTS, KEYS, max_new_tokens=12, stop_ids=[], temperature=0.0)
     for prompt, completion in zip(PROMPTS, found, strict=True):
         ids = torch.tensor([prompt])
@@ -68,14 +73,19 @@ def test_ties_among_selected_keys_meet_no_padding(family):
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     model, rng = wrap(copy.deepcopy(lm)), np.random.default_rng(1)
     sequences = [rng.integers(2, V, n) for n in (24, 17, 24, 9)]
-    batch = flat_batch([[{"input_ids": ids, "loss_mask": np.ones(len(ids))}] for ids in sequences], torch.device("cpu"))
+    batch = flat_batch(
+        [[{"input_ids": ids, "loss_mask": np.ones(len(ids))}] for ids in sequences], torch.device("cpu")
+    )
     found, alone = model(batch).logps, torch.cat([whole(lm, ids) for ids in sequences])
     torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
     found.sum().backward(), alone.sum().backward()
     for (name, p), q in zip(model.lm.named_parameters(), lm.parameters(), strict=True):
         if q.grad is not None:
-            torch.testing.assert_close(p.grad, q.grad, atol=1e-4 * float(q.grad.abs().max() + 1), rtol=1e-3, msg=name)
-    model.lm.lm_head.weight.ds_id = 0  # as ZeRO-3 marks it: its processes have to call the model equally often
+            torch.testing.assert_close(
+                p.grad, q.grad, atol=1e-4 * float(q.grad.abs().max() + 1), rtol=1e-3, msg=name
+            )
+    # as ZeRO-3 marks it: its processes have to call the model equally often
+    model.lm.lm_head.weight.ds_id = 0
     with pytest.raises(UserError, match="one sequence at a time"):
         model(batch)
 
@@ -87,7 +97,9 @@ def test_positions_counted_with_the_padding():
     config.floor_scale = 4
     lm = transformers.AutoModelForCausalLM.from_config(config).eval()
     model = wrap(copy.deepcopy(lm))
-    for prompt, found in zip(PROMPTS, sample(model, PROMPTS, KEYS, max_new_tokens=9, stop_ids=[]), strict=True):
+    for prompt, found in zip(
+        PROMPTS, sample(model, PROMPTS, KEYS, max_new_tokens=9, stop_ids=[]), strict=True
+    ):
         with torch.no_grad():
             logps = whole(lm, np.array(prompt + found.ids))
         torch.testing.assert_close(torch.tensor(found.logps), logps[len(prompt) :], atol=1e-4, rtol=1e-4)

@@ -50,18 +50,27 @@ def test_results_are_those_of_the_dequantised_weights(bits, kind, bitsandbytes, 
     assert is_quantised(model.lm) and not model.padded
     plain = plain_like(model.lm, kind)
     exact = dict(tiny_lm(kind).named_parameters())
-    for name, weight in plain.named_parameters():  # 16 levels up to the largest of 64 numbers, 255 up to that of a row
-        assert (weight - exact[name]).abs().max() <= (0.16 if bits == 4 else 0.006) * exact[name].abs().max(), name
+    # 16 levels up to the largest of 64 numbers, 255 up to that of a row
+    for name, weight in plain.named_parameters():
+        assert (weight - exact[name]).abs().max() <= (0.16 if bits == 4 else 0.006) * exact[
+            name
+        ].abs().max(), name
     changed = [name for name, weight in plain.named_parameters() if not torch.equal(weight, exact[name])]
     assert len(changed) == (14 if kind == "llama" else 8)
     model = add_lora(CommonArgs(**ARGS), model).eval()
     other = add_lora(CommonArgs(**ARGS), wrap(plain)).eval()
     disturb(model)
-    other.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}, strict=False)
+    other.load_state_dict(
+        {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}, strict=False
+    )
     sequences = [np.arange(2, 12), np.arange(20, 40)]
-    batch = flat_batch([[{"input_ids": ids, "loss_mask": np.ones(len(ids))}] for ids in sequences], torch.device("cpu"))
+    batch = flat_batch(
+        [[{"input_ids": ids, "loss_mask": np.ones(len(ids))}] for ids in sequences], torch.device("cpu")
+    )
     for training in (False, True):
-        found, wanted = (each.train(training)(batch, nll_weights=batch["loss_mask"]) for each in (model, other))
+        found, wanted = (
+            each.train(training)(batch, nll_weights=batch["loss_mask"]) for each in (model, other)
+        )
         if kind == "llama" or not training:  # gpt2 has dropout
             torch.testing.assert_close(found.logps, wanted.logps, atol=1e-4, rtol=1e-4)
     for each in (model, other):

@@ -27,12 +27,17 @@ def lines(folder):
     return read_rows(folder / "regression.jsonl")
 
 
-# --- the maths ------------------------------------------------------------------------------------------------------
+# --- the maths ----------------------------------------------------------------------------------------------
 
 
 def test_wilson_in_published_numbers():
     """Newcombe 1998, table I, method 3: 81 of 263, 15 of 148, 0 of 20, 1 of 29."""
-    published = {(81, 263): (0.2553, 0.3662), (15, 148): (0.0624, 0.1605), (0, 20): (0, 0.1611), (1, 29): (0.0061, 0.1718)}
+    published = {
+        (81, 263): (0.2553, 0.3662),
+        (15, 148): (0.0624, 0.1605),
+        (0, 20): (0, 0.1611),
+        (1, 29): (0.0061, 0.1718),
+    }
     for count, expected in published.items():
         assert suites.wilson(*count) == pytest.approx(expected, abs=5e-5)
 
@@ -45,7 +50,7 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
     assert 0 < suites.fall_p_value(1500, 1000) < 1e-20
 
 
-# --- rows and checks ------------------------------------------------------------------------------------------------
+# --- rows and checks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,10 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
         ({"weather": "x"}, "weather"),
         ({"reward": "nowhere.py:f"}, "reward"),
         ({"id": "a"}, "id"),
-        *(({name: wrong}, name) for name, wrong in (("regex", "("), ("contains", []), ("max_tokens", "9"), ("reward", 5))),
+        *(
+            ({name: wrong}, name)
+            for name, wrong in (("regex", "("), ("contains", []), ("max_tokens", "9"), ("reward", 5))
+        ),
     ],
 )
 def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):
@@ -100,12 +108,16 @@ def test_answers_are_judged_by_all_checks(tmp_path):
     assert [bool(suite._judge(case, answers[0])) for case in suite.cases] == [False, False, True]
 
 
-# --- counting -------------------------------------------------------------------------------------------------------
+# --- counting -----------------------------------------------------------------------------------------------
 
 
 def outcome_of(passes):
-    cases = [Case(f"c{i}", "first" if i < 6 else "last", {}, {}, "s.jsonl:1", f"d{i}") for i in range(len(passes))]
-    return outcome([(case, "" if good else "equals: 'x'", "text") for case, good in zip(cases, passes, strict=True)])
+    cases = [
+        Case(f"c{i}", "first" if i < 6 else "last", {}, {}, "s.jsonl:1", f"d{i}") for i in range(len(passes))
+    ]
+    return outcome(
+        [(case, "" if good else "equals: 'x'", "text") for case, good in zip(cases, passes, strict=True)]
+    )
 
 
 def test_turned_cases_are_those_that_stayed_the_same():
@@ -116,14 +128,19 @@ def test_turned_cases_are_those_that_stayed_the_same():
     )
     changes = compare(then, now["cases"])
     assert changes[ALL].fell == [*now["failed"]] and changes[ALL].rose == [] and changes[ALL].same == ["c6"]
-    assert {group: change.p for group, change in changes.items()} == {"all": 1 / 2**7, "first": 1 / 2**6, "last": 1 / 2}
+    assert {group: change.p for group, change in changes.items()} == {
+        "all": 1 / 2**7,
+        "first": 1 / 2**6,
+        "last": 1 / 2,
+    }
     assert compare(now["cases"], then)[ALL].rose == [*now["failed"]]
     then["c0"]["digest"] = "edited"
     assert compare(then, now["cases"])["first"].p == 1 / 2**5
 
 
 def test_a_fall_is_told_once(tmp_path):
-    """Eight cases pass, then fail twice, pass, and fail; each time by a part that knows a checkpoint alone."""
+    """Eight cases pass, then fail twice, pass, and fail; each time by a part that knows a checkpoint
+    alone."""
     args = CommonArgs(output_dir=str(tmp_path), regression_suite=write_rows(tmp_path / "suite.jsonl", [GOOD]))
     accelerator, state = Accelerator(cpu=True), {}
     for step, good in ((0, True), (2, False), (4, False), (6, True), (8, False)):
@@ -134,7 +151,10 @@ def test_a_fall_is_told_once(tmp_path):
         assert found == {f"eval_regression/{name}": float(good) for name in ("all", "first", "last")}
         state = json.loads(json.dumps(part.state(0)))
     told = [(event["step"], event["text"]) for event in events_of(tmp_path, "regression")]
-    fall = "all has fallen since step 0, to 0 of 8 (p = 0.0039)", "first has fallen since step 0, to 0 of 6 (p = 0.016)"
+    fall = (
+        "all has fallen since step 0, to 0 of 8 (p = 0.0039)",
+        "first has fallen since step 0, to 0 of 6 (p = 0.016)",
+    )
     assert told == [(step, text) for step in (2, 8) for text in fall]
     rows = lines(tmp_path)
     turned = [row["turned"] for row in rows[1:]]
@@ -144,15 +164,43 @@ def test_a_fall_is_told_once(tmp_path):
     assert [len(row["failed"]) for row in rows] == [0, 8, 8, 0, 8]
 
 
-# --- in a run -------------------------------------------------------------------------------------------------------
+# --- in a run -----------------------------------------------------------------------------------------------
 
-TINY = ["--max_steps", "6", "--max_train_samples", "16", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
-TINY += ["--model_name_or_path", MODEL, "--max_eval_samples", "2", "--eval_steps", "4", "--eval_max_new_tokens", "4"]
+TINY = [
+    "--max_steps",
+    "6",
+    "--max_train_samples",
+    "16",
+    "--per_device_train_batch_size",
+    "2",
+    "--logging_steps",
+    "1",
+]
+TINY += [
+    "--model_name_or_path",
+    MODEL,
+    "--max_eval_samples",
+    "2",
+    "--eval_steps",
+    "4",
+    "--eval_max_new_tokens",
+    "4",
+]
 ROWS = [
-    {"id": "short", "group": "ends", "messages": [{"role": "user", "content": "Is 4 even or odd?"}], "max_tokens": 3},
+    {
+        "id": "short",
+        "group": "ends",
+        "messages": [{"role": "user", "content": "Is 4 even or odd?"}],
+        "max_tokens": 3,
+    },
     {"id": "text", "group": "words", "prompt": "Tom has 3 nuts. He", "regex": "[a-z]"},
     {"id": "sum", "group": "words", "messages": [{"role": "user", "content": "What is 2+2?"}], "number": 4},
-    {"id": "none", "group": "words", "prompt": "Question: What is 7-3?\n", "not_contains": ["Working", "Answer"]},
+    {
+        "id": "none",
+        "group": "words",
+        "prompt": "Question: What is 7-3?\n",
+        "not_contains": ["Working", "Answer"],
+    },
 ]
 
 
@@ -160,7 +208,9 @@ ROWS = [
 def words(tmp_path):
     """words(stage, *more): the command line of a short run with a suite."""
     suite = write_rows(tmp_path / "suite.jsonl", ROWS)
-    few = write_rows(tmp_path / "few.jsonl", [{"prompt": ROWS[2]["messages"], "answer": "4", "kind": "sym", "steps": 1}])
+    few = write_rows(
+        tmp_path / "few.jsonl", [{"prompt": ROWS[2]["messages"], "answer": "4", "kind": "sym", "steps": 1}]
+    )
 
     def of(stage, *more):
         return ["--config", demo(stage), *TINY, "--eval_prompts", few, *more, "--regression_suite", suite]
@@ -178,14 +228,29 @@ def test_training_does_not_notice_the_suite(launch, words):
     found = lines(with_suite)
     assert [line["step"] for line in found] == [0, 4, 6]
     for line, row in zip(found, [row for row in rows if "eval_regression/all" in row], strict=True):
-        assert row == {"step": line["step"]} | {f"eval_regression/{k}": v["rate"] for k, v in line["groups"].items()}
-        assert {name: group["total"] for name, group in line["groups"].items()} == {"all": 4, "ends": 1, "words": 3}
-        assert line["cases"].keys() == {row["id"] for row in ROWS} and line["failed"].keys() <= line["cases"].keys()
-    assert [line["turned"]["since_last"] and line["turned"]["since_last"]["step"] for line in found] == [None, 0, 4]
+        assert row == {"step": line["step"]} | {
+            f"eval_regression/{k}": v["rate"] for k, v in line["groups"].items()
+        }
+        assert {name: group["total"] for name, group in line["groups"].items()} == {
+            "all": 4,
+            "ends": 1,
+            "words": 3,
+        }
+        assert (
+            line["cases"].keys() == {row["id"] for row in ROWS}
+            and line["failed"].keys() <= line["cases"].keys()
+        )
+    assert [line["turned"]["since_last"] and line["turned"]["since_last"]["step"] for line in found] == [
+        None,
+        0,
+        4,
+    ]
 
 
 def test_a_resumed_run_has_the_same_lines(launch, words, monkeypatch):
-    more = "--regression_steps 2 --save_steps 3 --save_best eval_regression/words --save_total_limit 0".split()
+    more = (
+        "--regression_steps 2 --save_steps 3 --save_best eval_regression/words --save_total_limit 0".split()
+    )
     whole = launch("sft", *words("sft", *more, "--eval_steps", "0"), output="whole")
     with monkeypatch.context() as patch:
         stop_after_save(patch, 3)
@@ -208,17 +273,24 @@ def test_answers_that_do_not_fit_are_refused(launch, words, tmp_path):
 @pytest.mark.slow
 def test_two_processes_answer_as_one(launch, words, tmp_path):
     """Also where the second one has no case."""
-    more = words("sft", "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2", "--max_steps", "4")
+    more = words(
+        "sft", "--eval_steps", "0", "--regression_steps", "2", "--save_steps", "2", "--max_steps", "4"
+    )
     write_rows(tmp_path / "suite.jsonl", ROWS[:1])
     one = lines(launch("sft", *more, "--per_device_train_batch_size", "4", output="one"))
     assert lines(two_processes("sft", tmp_path / "two", *more)) == one
 
 
-# --- the gate -------------------------------------------------------------------------------------------------------
+# --- the gate -----------------------------------------------------------------------------------------------
 
 
 def ask(i, **checks):
-    return {"id": f"c{i}", "group": "words" if i < 6 else "ends", "prompt": f"Question: What is {i}+1?\n", **checks}
+    return {
+        "id": f"c{i}",
+        "group": "words" if i < 6 else "ends",
+        "prompt": f"Question: What is {i}+1?\n",
+        **checks,
+    }
 
 
 @pytest.fixture
@@ -235,9 +307,17 @@ def run_gate(tmp_path, capsys):
 
 def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
     """The base model passes six of eight; the line it leaves is then changed as if it had been better."""
-    rows, save = [ask(i, regex=".") for i in range(6)] + [ask(i, equals="-") for i in (6, 7)], tmp_path / "was.jsonl"
+    rows, save = (
+        [ask(i, regex=".") for i in range(6)] + [ask(i, equals="-") for i in (6, 7)],
+        tmp_path / "was.jsonl",
+    )
     code, out = run_gate(rows, "--save", save)
-    assert code == 0 and "all       6/8" in out and "words     6/6      1.00  0.61 - 1.00" in out and "before" not in out
+    assert (
+        code == 0
+        and "all       6/8" in out
+        and "words     6/6      1.00  0.61 - 1.00" in out
+        and "before" not in out
+    )
     line = json.loads(save.read_text())
     assert line["groups"]["ends"]["passed"] == 0 and line["failed"].keys() == {"c6", "c7"}
     assert run_gate(rows, "--baseline", MODEL)[0] == 0
@@ -248,7 +328,8 @@ def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
     assert code == 0 and "fell: c6: equals: '-'; " in out
     assert run_gate(rows, "--baseline", save, "--strict")[0] == 1
 
-    bad = [{**row, "regex": "^-"} if row["id"] != "c5" else row for row in rows]  # other cases: nothing to compare
+    # other cases: nothing to compare
+    bad = [{**row, "regex": "^-"} if row["id"] != "c5" else row for row in rows]
     code, out = run_gate(bad, "--baseline", save)
     assert code == 0 and "not compared, new or edited since: c0, c1, c2, c3, c4" in out
     with pytest.raises(UserError, match="none of the cases of .*suite.jsonl"):  # a gate that is open

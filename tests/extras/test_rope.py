@@ -10,16 +10,33 @@ import torch
 import transformers
 
 V, ORIGINAL = 97, 16
-SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZE |= {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3}
+SIZE = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+SIZE |= {
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": ORIGINAL}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 CONFIGS = {
     "longrope": lambda: transformers.Phi3Config(
-        **SIZE, max_position_embeddings=64, original_max_position_embeddings=ORIGINAL, rope_parameters=LONGROPE
+        **SIZE,
+        max_position_embeddings=64,
+        original_max_position_embeddings=ORIGINAL,
+        rope_parameters=LONGROPE,
     ),
-    "dynamic": lambda: transformers.LlamaConfig(**SIZE, max_position_embeddings=ORIGINAL, rope_parameters=DYNAMIC),
+    "dynamic": lambda: transformers.LlamaConfig(
+        **SIZE, max_position_embeddings=ORIGINAL, rope_parameters=DYNAMIC
+    ),
     "longrope, padded": lambda: transformers.PhimoeConfig(
         **SIZE,
         max_position_embeddings=64,
@@ -36,14 +53,20 @@ def make(name):
 
 
 def pair_and_others():
-    """A pair with 12 tokens in common, one of them within the original length; a long and a short sequence, and two at the
-    limit."""
+    """A pair with 12 tokens in common, one of them within the original length; a long and a short sequence,
+    and two at the limit."""
     rng = np.random.default_rng(0)
     start = rng.integers(3, V, 12)
     rows = [np.r_[start, rng.integers(3, V, 2)], np.r_[start, rng.integers(3, V, 28)]]
     rows += [rng.integers(3, V, n) for n in (33, 5, ORIGINAL, ORIGINAL + 1)]
-    masks = [np.r_[np.zeros(12), np.ones(len(ids) - 12)] if len(ids) in (14, 40) else np.ones(len(ids)) for ids in rows]
-    return [[{"input_ids": ids, "loss_mask": mask.astype(np.uint8)}] for ids, mask in zip(rows, masks, strict=True)]
+    masks = [
+        np.r_[np.zeros(12), np.ones(len(ids) - 12)] if len(ids) in (14, 40) else np.ones(len(ids))
+        for ids in rows
+    ]
+    return [
+        [{"input_ids": ids, "loss_mask": mask.astype(np.uint8)}]
+        for ids, mask in zip(rows, masks, strict=True)
+    ]
 
 
 def alone(name, example):

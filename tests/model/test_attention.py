@@ -1,4 +1,5 @@
-"""Attention over a flat row: the numbers of each sequence alone, with a shared start in it once, and by every kernel."""
+"""Attention over a flat row: the numbers of each sequence alone, with a shared start in it once, and by every
+kernel."""
 
 import copy
 import functools
@@ -74,7 +75,9 @@ def test_a_shared_start_changes_nothing(kind, row):
     in_float64(model.lm), in_float64(lm)
     batch = flat_batch(examples, CPU)
     assert batch["input_ids"].shape == (1, T) and T < sum(batch["lengths"])
-    weights = torch.randn(sum(batch["lengths"]), V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(
+        sum(batch["lengths"]), V, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     wanted, wanted_gradients = alone(lm, examples, weights)
 
     hidden = model.hidden(batch)
@@ -84,7 +87,9 @@ def test_a_shared_start_changes_nothing(kind, row):
     gradients = torch.autograd.grad((logits * weights).sum(), list(model.lm.parameters()), allow_unused=True)
     for found, expected in zip(gradients, wanted_gradients, strict=True):
         if expected is not None:
-            torch.testing.assert_close(found, expected, atol=tolerance * float(expected.abs().max() + 1), rtol=tolerance)
+            torch.testing.assert_close(
+                found, expected, atol=tolerance * float(expected.abs().max() + 1), rtol=tolerance
+            )
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -105,13 +110,16 @@ def test_buckets_do_not_change_the_result(row, setting, monkeypatch):
         for name, value in change.items():
             monkeypatch.setattr(attention, name, value)
         hidden = model.hidden(batch)
-        results.append((hidden, *torch.autograd.grad(hidden.square().sum(), list(body(model.lm).parameters()))))
+        results.append(
+            (hidden, *torch.autograd.grad(hidden.square().sum(), list(body(model.lm).parameters())))
+        )
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-9, rtol=1e-9)
 
 
 def test_a_model_with_own_positions_is_padded(capsys):
-    """In a row whose sequences stand one after the other rotary embeddings would hide it; in one that shares they do not."""
+    """In a row whose sequences stand one after the other rotary embeddings would hide it; in one that shares
+    they do not."""
     lm = tiny_lm("llama")
     forward = lm.model.forward
     lm.model.forward = lambda *args, position_ids=None, **kwargs: forward(*args, **kwargs)
@@ -153,7 +161,8 @@ LENGTHS = [
 @pytest.mark.parametrize("kind", ["plain", "softcap", "sinks"])
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_attention_of_a_row_is_the_formulas(kind, window, lengths):
-    """Sequences that are strips, one bucket, several buckets, in the order of the buckets and in another one."""
+    """Sequences that are strips, one bucket, several buckets, in the order of the buckets and in another
+    one."""
     draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
     T = sum(lengths)
     numbers = [draw(1, heads, T, 8) for heads in (4, 2, 2)] + [draw(4)] * (kind == "sinks")
@@ -164,11 +173,17 @@ def test_attention_of_a_row_is_the_formulas(kind, window, lengths):
     wanted_gradients = torch.autograd.grad((wanted * weights).sum(), exact)
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         inputs = [x.to(dtype).requires_grad_() for x in numbers]
-        options = {"sliding_window": window, "softcap": softcap, "s_aux": inputs[3] if kind == "sinks" else None}
+        options = {
+            "sliding_window": window,
+            "softcap": softcap,
+            "s_aux": inputs[3] if kind == "sinks" else None,
+        }
         row = plan_flat_row(lengths, CPU)
         found = flat_attention(torch.nn.Module(), *inputs[:3], None, flat_row=row, **options)[0][0]
         torch.testing.assert_close(found.double(), wanted, atol=tolerance, rtol=tolerance)
-        dropped = flat_attention(torch.nn.Module(), *inputs[:3], None, flat_row=row, dropout=0.5, **options)[0][0]
+        dropped = flat_attention(torch.nn.Module(), *inputs[:3], None, flat_row=row, dropout=0.5, **options)[
+            0
+        ][0]
         assert (dropped - found).abs().mean() > 0.1 * found.abs().mean()
         gradients = torch.autograd.grad((found * weights).sum(), inputs)
         for a, b in zip(gradients, wanted_gradients, strict=True):
@@ -196,7 +211,7 @@ def unshared(monkeypatch):
     monkeypatch.setattr(collators, "LEAST_SHARED", 10**9)
 
 
-# --- the kernel for sequences of unequal length ------------------------------------------------------------------------
+# --- the kernel for sequences of unequal length -------------------------------------------------------------
 
 
 def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -208,7 +223,9 @@ def naive_varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, 
     assert cu_seq_q[-1] == len(query) and cu_seq_k[-1] == len(key) == len(value)
     for longest, borders in ((max_q, cu_seq_q), (max_k, cu_seq_k)):
         assert longest == int(borders.diff().max()) and type(longest) is int
-    assert enable_gqa == (query.shape[1] != key.shape[1]) and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    assert (
+        enable_gqa == (query.shape[1] != key.shape[1]) and query.shape[-1] == key.shape[-1] == value.shape[-1]
+    )
     outputs = []
     lengths = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
     for q, k, v in zip(query.split(lengths[0]), *(x.split(lengths[1]) for x in (key, value)), strict=True):
@@ -240,13 +257,16 @@ def test_the_varlen_kernel_gets_the_same_attention(kind, sharing, monkeypatch):
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     monkeypatch.setattr(varlen, "TAKES_ENABLE_GQA", True)
     monkeypatch.setattr(attention, "capability", lambda device: (8, 0))
-    assert not calls and torch.equal(model.hidden(batch), wanted)  # float64: the kernel cannot, the buckets do it
+    # float64: the kernel cannot, the buckets do it
+    assert not calls and torch.equal(model.hidden(batch), wanted)
     monkeypatch.setattr(varlen.Ragged, "dtype", lambda self, value: value.dtype)
     found = model.hidden(batch)
     assert calls == [batch["input_ids"].shape[1]] * 2  # layers; no query twice
     torch.testing.assert_close(found, wanted, atol=1e-10, rtol=1e-10)
     weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    one, other = (torch.autograd.grad((x * weights).sum(), list(body(model.lm).parameters())) for x in (found, wanted))
+    one, other = (
+        torch.autograd.grad((x * weights).sum(), list(body(model.lm).parameters())) for x in (found, wanted)
+    )
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
@@ -262,10 +282,14 @@ def test_varlen_and_buckets_agree_on_a_gpu(sharing, Dv, window, monkeypatch):
     T, plan = batch["input_ids"].shape[1], plan_flat_row(batch["lengths"], cuda, batch["token_map"])
     assert plan.ragged is not None
     torch.manual_seed(0)
-    inputs = [torch.randn(1, h, T, D, device=cuda, requires_grad=True) for h, D in ((4, 64), (2, 64), (2, Dv))]
+    inputs = [
+        torch.randn(1, h, T, D, device=cuda, requires_grad=True) for h, D in ((4, 64), (2, 64), (2, Dv))
+    ]
     results = []
     for dtype in (torch.bfloat16, torch.float32):  # the kernel; the buckets
-        out, _ = flat_attention(None, *(x.to(dtype) for x in inputs), None, sliding_window=window, flat_row=plan)
+        out, _ = flat_attention(
+            None, *(x.to(dtype) for x in inputs), None, sliding_window=window, flat_row=plan
+        )
         results.append((out.float(), *torch.autograd.grad(out.float().square().sum(), inputs)))
     for found, wanted in zip(*results, strict=True):
         assert (found - wanted).norm() < 0.02 * wanted.norm()  # as the kernel rounds, 0.0055

@@ -1,4 +1,5 @@
-"""Paths for GPUs without one: which kernel is asked for, compiled blocks, and the model on a device without numbers.
+"""Paths for GPUs without one: which kernel is asked for, compiled blocks, and the model on a device without
+numbers.
 
 Kernels, captures and NCCL are for tests marked `gpu`.
 """
@@ -42,7 +43,7 @@ def gpu(monkeypatch):
     return pretend
 
 
-# --- which kernel ---------------------------------------------------------------------------------------------------
+# --- which kernel -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,8 @@ def gpu(monkeypatch):
     ],
 )
 def test_which_kernel_a_gpu_is_asked_for(dtype, masked, head, capability, knows, varlen, gpu):
-    """Key heads shared by 16 bits, no mask, Ampere or later; else the kernel that keeps all scores would be all that is left."""
+    """Key heads shared by 16 bits, no mask, Ampere or later; else the kernel that keeps all scores would be
+    all that is left."""
     gpu(capability)
     query = SimpleNamespace(device=CUDA, dtype=dtype, shape=(2, 8, 6, head))
     assert attention._kernel_knows_groups(query, masked) == knows
@@ -71,14 +73,17 @@ def test_which_kernel_a_gpu_is_asked_for(dtype, masked, head, capability, knows,
 
 
 @pytest.mark.parametrize(
-    "free, tokens, wanted", [(100, 500, range(700, 1000)), (100, 4000, range(128, 129)), (1, 500, range(128, 129))]
+    "free, tokens, wanted",
+    [(100, 500, range(700, 1000)), (100, 4000, range(128, 129)), (1, 500, range(128, 129))],
 )
 def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
     """Of a model of 0.6B: 28 layers, 8 key heads of 128, 152k tokens in bfloat16. GiB free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((free - 2) * 2**30, 140 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2**30)
-    config = transformers.Qwen3Config(num_hidden_layers=28, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+    config = transformers.Qwen3Config(
+        num_hidden_layers=28, num_key_value_heads=8, head_dim=128, vocab_size=151936
+    )
     weight = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
     lm = SimpleNamespace(config=config, get_input_embeddings=lambda: SimpleNamespace(weight=weight))
     assert completions_at_once(lm, tokens) in wanted
@@ -95,15 +100,28 @@ def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):
 
 
 def test_a_gpu_is_known_by_the_words_of_its_name(gpu):
-    names = {"H100 80GB HBM3": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "L4": 121e12, "L40": 181e12, "L40S": 362e12}
-    names |= {"A100-SXM4-80GB": 312e12, "A10": 125e12, "H200": 989e12, "GeForce RTX 4090": 165e12, "A4000": None}
+    names = {
+        "H100 80GB HBM3": 989e12,
+        "H100 PCIe": 756e12,
+        "H100 NVL": 835e12,
+        "L4": 121e12,
+        "L40": 181e12,
+        "L40S": 362e12,
+    }
+    names |= {
+        "A100-SXM4-80GB": 312e12,
+        "A10": 125e12,
+        "H200": 989e12,
+        "GeForce RTX 4090": 165e12,
+        "A4000": None,
+    }
     for name, flops in names.items():
         gpu(name=f"NVIDIA {name}")
         assert peak_flops(CUDA) == flops, name
     assert peak_flops(CPU) is None
 
 
-# --- autocast -------------------------------------------------------------------------------------------------------
+# --- autocast -----------------------------------------------------------------------------------------------
 
 
 class Casts(TorchDispatchMode):
@@ -142,11 +160,13 @@ def test_weights_are_cast_once_while_sampling(kind, frozen):
         model.train()(batch_of((9, 7))).logps.sum().backward()
     assert first.count > 0 and later.count == 0
     assert [name for name, p in model.lm.named_parameters() if p.requires_grad] == trained
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.lm.parameters() if p.requires_grad)
+    assert all(
+        p.grad is not None and p.grad.abs().sum() > 0 for p in model.lm.parameters() if p.requires_grad
+    )
     assert {p.dtype for p in model.lm.parameters()} == {torch.float32}
 
 
-# --- compiled blocks --------------------------------------------------------------------------------------------------
+# --- compiled blocks ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -158,7 +178,9 @@ def graphs(monkeypatch):
         found.append(graph)
         return graph.forward
 
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **words: compile_module(self, backend=keep, **words))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **words: compile_module(self, backend=keep, **words)
+    )
     torch.compiler.reset()
     yield found
     torch.compiler.reset()
@@ -183,13 +205,19 @@ def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_p
     """By the real compiler."""
     whole = losses(launch(stage, *arguments(stage, 8, 1)))
     command = torchrun()
-    command += [f"train_{stage}.py", *arguments(stage, 2, 2), "--torch_compile", "--output_dir", str(tmp_path / "two")]
+    command += [
+        f"train_{stage}.py",
+        *arguments(stage, 2, 2),
+        "--torch_compile",
+        "--output_dir",
+        str(tmp_path / "two"),
+    ]
     run = run_script(command)
     assert run.returncode == 0, run.stderr[-6000:]
     assert_same(whole, losses(tmp_path / "two"), tolerance=1e-4)
 
 
-# --- a device without numbers -----------------------------------------------------------------------------------------
+# --- a device without numbers -------------------------------------------------------------------------------
 
 
 def batch_of(lengths, device="cpu"):
@@ -201,10 +229,14 @@ def batch_of(lengths, device="cpu"):
 def without_autocast(monkeypatch):
     """Which the device without numbers does not know."""
     enabled = torch.is_autocast_enabled
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": device != "meta" and enabled(device))
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda device="cuda": device != "meta" and enabled(device)
+    )
     autocast = torch.autocast
     monkeypatch.setattr(
-        torch, "autocast", lambda device, *a, **k: nullcontext() if device == "meta" else autocast(device, *a, **k)
+        torch,
+        "autocast",
+        lambda device, *a, **k: nullcontext() if device == "meta" else autocast(device, *a, **k),
     )
 
 

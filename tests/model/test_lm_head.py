@@ -1,4 +1,5 @@
-"""The LM head in chunks, against full logits in float64: values and gradients by both ways, and the memory that they take."""
+"""The LM head in chunks, against full logits in float64: values and gradients by both ways, and the memory
+that they take."""
 
 from functools import partial
 import shutil
@@ -22,7 +23,8 @@ from tests.model.test_model import LENGTHS, alone_in_float64, examples
 from tests.tiny import FAMILIES, LATENT, SIZE, SSM, spread
 
 CPU = torch.device("cpu")
-# Factors, caps and scales as released, where the defaults of transformers are 1 or none: config class, values.
+# Factors, caps and scales as released, where the defaults of transformers are 1 or none: config class,
+# values.
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
 SCALED = {
     "cohere": ("CohereConfig", {"logit_scale": 0.3, "use_qk_norm": True}),
@@ -36,19 +38,42 @@ SCALED = {
     ),
     "falcon-h1": (
         "FalconH1Config",
-        {**SSM, "mamba_d_ssm": 64, "lm_head_multiplier": 0.0195, "embedding_multiplier": 5.66, "key_multiplier": 0.4}
+        {
+            **SSM,
+            "mamba_d_ssm": 64,
+            "lm_head_multiplier": 0.0195,
+            "embedding_multiplier": 5.66,
+            "key_multiplier": 0.4,
+        }
         | {"attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "mlp_multipliers": [0.9, 0.6]}
-        | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35]},
+        | {
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+            "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+        },
     ),
     "gemma2": ("Gemma2Config", {"head_dim": 8, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 144}),
-    "gpt2-layer-scale": ("GPT2Config", {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": False}),
+    "gpt2-layer-scale": (
+        "GPT2Config",
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": False},
+    ),
     "granite": (
         "GraniteConfig",
-        {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.0078,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 8.0,
+        },
     ),
     "hyperclovax": (
         "HyperCLOVAXConfig",
-        {"logits_scaling": 0.125, "embedding_multiplier": 10.0, "residual_multiplier": 0.25, "attention_multiplier": 0.0078},
+        {
+            "logits_scaling": 0.125,
+            "embedding_multiplier": 10.0,
+            "residual_multiplier": 0.25,
+            "attention_multiplier": 0.0078,
+        },
     ),
     "minicpm3": (
         "MiniCPM3Config",
@@ -78,7 +103,9 @@ class Toy(nn.Module):
         torch.manual_seed(0)
         self.lm_head = nn.Linear(D, V, bias=bias, dtype=dtype).requires_grad_(not frozen)
         nn.init.normal_(self.lm_head.weight, std=std)
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=V, model_type="toy", **config))
+        self.config = SimpleNamespace(
+            get_text_config=lambda: SimpleNamespace(vocab_size=V, model_type="toy", **config)
+        )
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -91,11 +118,15 @@ def positions(toy, N=11, dtype=torch.float64):
     hidden = torch.randn(N, D, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     tokens = torch.randint(0, V, (N,), generator=generator)
     tokens[::3] = toy.lm_head(hidden.to(toy.lm_head.weight.dtype)).argmax(-1)[::3]  # what the model says, too
-    w, u = torch.randn(2, N, generator=generator, dtype=torch.float64).to(torch.promote_types(dtype, torch.float32))
+    w, u = torch.randn(2, N, generator=generator, dtype=torch.float64).to(
+        torch.promote_types(dtype, torch.float32)
+    )
     return hidden, tokens, w, u
 
 
-def full(toy, hidden, tokens, temperature=1.0, logit_scale=1.0, logits_scaling=1.0, final_logit_softcapping=None):
+def full(
+    toy, hidden, tokens, temperature=1.0, logit_scale=1.0, logits_scaling=1.0, final_logit_softcapping=None
+):
     """(logps, entropy, correct) of the full logits, written out."""
     logits = toy.lm_head(hidden) * logit_scale / logits_scaling
     if final_logit_softcapping:
@@ -122,7 +153,7 @@ def chunks(monkeypatch):
     return set_sizes
 
 
-# --- equal to the full logits ---------------------------------------------------------------------------------------
+# --- equal to the full logits -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,7 +196,9 @@ def test_results_are_those_of_full_logits(curve, bias, frozen, elements, rows, c
         ((w * by_both[0] + u * by_both[1]).sum(), (w * logps + u * entropy).sum()),
     ]
     for ours, theirs in pairs:
-        ours, theirs = (torch.autograd.grad(x, leaves(toy, hidden), retain_graph=x is theirs) for x in (ours, theirs))
+        ours, theirs = (
+            torch.autograd.grad(x, leaves(toy, hidden), retain_graph=x is theirs) for x in (ours, theirs)
+        )
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
@@ -193,7 +226,9 @@ def test_a_model_is_that_of_full_logits(name, chunk, chunks):
     torch.testing.assert_close(again.logps.double(), logps.double(), atol=3e-4, rtol=1e-4)
     assert loss.item() == pytest.approx(-(weights * logps).sum().item(), rel=1e-4)
     (-2 * (weights * logps).sum()).backward()
-    for (key, p), q, naive in zip(models[0].lm.named_parameters(), models[1].parameters(), lm.parameters(), strict=True):
+    for (key, p), q, naive in zip(
+        models[0].lm.named_parameters(), models[1].parameters(), lm.parameters(), strict=True
+    ):
         if naive.grad is None:
             continue
         scale = naive.grad.abs().max().clamp(min=1e-5)
@@ -220,7 +255,7 @@ def test_without_gradients_and_without_targets():
     assert not toy.lm_head.weight.grad.any() and not hidden.grad.any()  # zeros, which DDP waits for
 
 
-# --- heads that are more than a matrix ------------------------------------------------------------------------------
+# --- heads that are more than a matrix ----------------------------------------------------------------------
 
 
 class Wrapped(nn.Module):
@@ -269,7 +304,7 @@ def test_other_heads_are_called_as_modules(rows, change, chunks, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
-# --- precision ------------------------------------------------------------------------------------------------------
+# --- precision ----------------------------------------------------------------------------------------------
 
 
 def relative_error(a, b):
@@ -295,14 +330,17 @@ def test_bfloat16_rounds_products_and_nothing_else(autocast, rows, chunks):
     assert loss.dtype == by_logps.dtype == torch.float32 and all(s.dtype == torch.float32 for s in scores)
     torch.testing.assert_close(scores[0].double(), logps.detach(), atol=0.1, rtol=0.01)
     for value in (loss, -(w.float() * by_logps).sum()):
-        for a, b, leaf in zip(torch.autograd.grad(value, leaves(toy, hidden)), wanted, leaves(toy, hidden), strict=True):
+        for a, b, leaf in zip(
+            torch.autograd.grad(value, leaves(toy, hidden)), wanted, leaves(toy, hidden), strict=True
+        ):
             assert a.dtype == leaf.dtype and relative_error(a, b) < 0.01
 
 
 @pytest.mark.parametrize("rows", [16, 1000], ids=["chunks", "one chunk"])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_float16_keeps_small_gradients_of_a_scaled_loss(frozen, rows, chunks):
-    """Weights of 1e-6 lie below what float16 holds with any precision; the scaler lifts the loss into its range."""
+    """Weights of 1e-6 lie below what float16 holds with any precision; the scaler lifts the loss into its
+    range."""
     chunks(rows)
     toy = Toy(V=200, D=32, frozen=frozen)
     hidden, tokens, *_ = positions(toy, N=300)
@@ -316,7 +354,7 @@ def test_float16_keeps_small_gradients_of_a_scaled_loss(frozen, rows, chunks):
         assert a.dtype == torch.float32 and relative_error(a / 65536, b) < 0.01
 
 
-# --- compiled ---------------------------------------------------------------------------------------------------------
+# --- compiled -----------------------------------------------------------------------------------------------
 
 
 def scores_and_gradients(curve, device="cpu", temperature=0.7):
@@ -367,7 +405,9 @@ def test_the_softmax_for_a_compiler_is_the_other(way, curve, chunks, compiler, c
         plainly.setattr(compiled_head, "works", False)
         wanted = scores_and_gradients(curve, device)
     if way not in ("cpu", "cuda"):
-        compiler.setattr(compiled_head, "compiled", lambda: compiled_head.plain_softmax if way == "not compiled" else fail)
+        compiler.setattr(
+            compiled_head, "compiled", lambda: compiled_head.plain_softmax if way == "not compiled" else fail
+        )
     for a, b in zip(scores_and_gradients(curve, device), wanted, strict=True):
         assert relative_error(a, b) < 1e-3
     said = capsys.readouterr().out.count("the loss head is not compiled")
@@ -389,7 +429,7 @@ def test_graphs_do_not_follow_the_rows(chunks, compiler):
     assert compiled_head.works and 0 < counters["stats"]["unique_graphs"] <= 4
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def peak(way, N, V, D=16, frozen=False, autocast=False):
@@ -402,7 +442,9 @@ def peak(way, N, V, D=16, frozen=False, autocast=False):
             if way == "nll":
                 loss, _ = weighted_nll(toy, hidden, tokens, weights)
             else:
-                logps, entropy, _ = log_probs(toy, hidden, tokens, entropy=True, entropy_grad=way == "entropy")
+                logps, entropy, _ = log_probs(
+                    toy, hidden, tokens, entropy=True, entropy_grad=way == "entropy"
+                )
                 loss = -(weights * (logps + entropy)).sum()
         loss.backward()
     return live.most
@@ -422,7 +464,9 @@ def test_memory_does_not_grow_with_the_logits(way, frozen):
 
 def test_full_logits_and_masks_never_exist():
     V, T = 20_000, 4096
-    model = wrap(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE | {"vocab_size": V}))).train()
+    model = wrap(
+        transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE | {"vocab_size": V}))
+    ).train()
     batch = flat_batch(examples((128,) * (T // 128)), CPU)
     with Live(model.parameters()) as live:
         model(batch, entropy=True).logps.sum().backward()

@@ -37,7 +37,7 @@ def disturb(model, seed=0, scale=0.1):
                 parameter.add_(scale * torch.randn_like(parameter))
 
 
-# --- which layers ---------------------------------------------------------------------------------------------------
+# --- which layers -------------------------------------------------------------------------------------------
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 GEMMA = {
@@ -54,7 +54,10 @@ MIXED = {  # class of the model, its config
         lambda: transformers.Qwen2MoeConfig(**SIZE, **EXPERTS, shared_expert_intermediate_size=16),
     ),
     "a linear router": ("PhimoeForCausalLM", lambda: transformers.PhimoeConfig(**SIZE, num_local_experts=4)),
-    "a router of its own": ("GptOssForCausalLM", lambda: transformers.GptOssConfig(**SIZE, num_local_experts=4, head_dim=8)),
+    "a router of its own": (
+        "GptOssForCausalLM",
+        lambda: transformers.GptOssConfig(**SIZE, num_local_experts=4, head_dim=8),
+    ),
     "a vision tower": ("Gemma3ForConditionalGeneration", lambda: transformers.Gemma3Config(**GEMMA)),
 }
 
@@ -70,7 +73,11 @@ def test_all_linear_layers_but_routers_are_adapted(kind):
     asked = ["all-linear"] if kind == "a vision tower" else None
     torch.manual_seed(0)
     lm = getattr(transformers, name)(config())
-    wanted = {n for n, m in lm.named_modules() if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()}
+    wanted = {
+        n
+        for n, m in lm.named_modules()
+        if isinstance(m, torch.nn.Linear) and m is not lm.get_output_embeddings()
+    }
     wanted -= {n for n in wanted if "vision" in n or "router" in n or "shared_expert_gate" in n}
     names = adapted(add_lora(CommonArgs(**ARGS, lora_target_modules=asked), FlatModel(lm)))
     assert wanted <= names
@@ -89,9 +96,22 @@ def test_layers_of_several_matrices_are_left_out():
     v4 = getattr(transformers, "DeepseekV4Config", None)
     if v4 is None:
         pytest.skip("transformers has no DeepSeek-V4")
-    sizes = SIZE | {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "q_lora_rank": 16}
-    sizes |= {"o_groups": 2, "o_lora_rank": 8, "head_dim": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 1}
-    model = add_lora(CommonArgs(**ARGS), FlatModel(transformers.AutoModelForCausalLM.from_config(v4(**sizes))))
+    sizes = SIZE | {
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "q_lora_rank": 16,
+    }
+    sizes |= {
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "num_key_value_heads": 1,
+    }
+    model = add_lora(
+        CommonArgs(**ARGS), FlatModel(transformers.AutoModelForCausalLM.from_config(v4(**sizes)))
+    )
     names = {name.split(".")[-1] for name in adapted(model)}
     assert "o_b_proj" in names and "o_a_proj" not in names
     assert model.lm(input_ids=torch.arange(8)[None]).logits.isfinite().all()
@@ -104,11 +124,13 @@ def test_no_weight_that_is_read_past_its_layer_is_adapted(name):
     for layer in adapted(model):
         owner, _, child = layer.rpartition(".")
         methods = vars(type(model.lm.base_model.model.get_submodule(owner))).items()
-        code = "".join(inspect.getsource(inspect.unwrap(method)) for key, method in methods if "forward" in key)
+        code = "".join(
+            inspect.getsource(inspect.unwrap(method)) for key, method in methods if "forward" in key
+        )
         assert not re.search(rf"self\.{child}\.weight(?!\.(device|dtype|shape))\b", code), layer
 
 
-# --- kinds of adapters ----------------------------------------------------------------------------------------------
+# --- kinds of adapters --------------------------------------------------------------------------------------
 
 
 def answer_logps(plain, ids):
@@ -133,13 +155,16 @@ def assert_pefts(model, plain, ids):
     return known
 
 
-@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}, {"lora_dropout": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "kind", [{}, {"use_dora": True}, {"use_rslora": True}, {"lora_dropout": 0.2}], ids=str
+)
 def test_adapters_have_pefts_gradients(kind):
     torch.manual_seed(1)
     model = add_lora(CommonArgs(**ARGS, **kind), wrap(tiny_lm("llama"))).eval()
     ids = [3, 9, 5, 4, 7, 1, 2, 11]
     with torch.no_grad():
-        assert torch.allclose(model(batch_of(ids)).logps[2:], answer_logps(tiny_lm("llama"), ids), atol=1e-5)  # B is 0
+        # B is 0
+        assert torch.allclose(model(batch_of(ids)).logps[2:], answer_logps(tiny_lm("llama"), ids), atol=1e-5)
     disturb(model)
     plain = peft.PeftModelForCausalLM(tiny_lm("llama"), model.lm.peft_config["default"]).eval()
     plain.load_state_dict(model.lm.state_dict())
@@ -150,11 +175,12 @@ def test_adapters_have_pefts_gradients(kind):
     assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
 
 
-# --- rows of new tokens ---------------------------------------------------------------------------------------------
+# --- rows of new tokens -------------------------------------------------------------------------------------
 
 
 def grown(kind, **args):
-    """A tiny model of two more tokens with an adapter that trains them, and peft's own of the same numbers."""
+    """A tiny model of two more tokens with an adapter that trains them, and peft's own of the same
+    numbers."""
     lm = tiny_lm(kind)
     grow_embedding(lm, V + 2)
     for module in lm.modules():  # gpt2
@@ -201,7 +227,7 @@ def test_a_head_with_a_bias_cannot_train_single_rows():
         add_lora(CommonArgs(**ARGS), wrap(lm), new_tokens=[V, V + 1])
 
 
-# --- the adapter at the start ---------------------------------------------------------------------------------------
+# --- the adapter at the start -------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["llama", "mixtral"])

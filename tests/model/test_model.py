@@ -7,7 +7,13 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model.flat_model import disable_dropout
-from common.model.load import enable_gradient_checkpointing, load_model, load_pretrained, load_tokenizer, set_stop_tokens
+from common.model.load import (
+    enable_gradient_checkpointing,
+    load_model,
+    load_pretrained,
+    load_tokenizer,
+    set_stop_tokens,
+)
 from common.model.wrap import wrap
 import numpy as np
 import pytest
@@ -21,14 +27,18 @@ LENGTHS = (7, 40, 2, 13, 13, 64, 5, 30)
 
 def examples(lengths=LENGTHS, seed=0):
     rng = np.random.default_rng(seed)
-    rows = [{"input_ids": rng.integers(3, V, n), "loss_mask": (rng.random(n) < 0.7).astype(np.uint8)} for n in lengths]
+    rows = [
+        {"input_ids": rng.integers(3, V, n), "loss_mask": (rng.random(n) < 0.7).astype(np.uint8)}
+        for n in lengths
+    ]
     for row in rows:
         row["loss_mask"][-1] = 1
     return [[row] for row in rows]
 
 
 def alone_in_float64(lm, example, temperature=1.0):
-    """log-softmax over the full logits of one sequence by itself: (n,), 0 where a token is not trained or is the first."""
+    """log-softmax over the full logits of one sequence by itself: (n,), 0 where a token is not trained or is
+    the first."""
     experts = getattr(lm.config, "num_local_experts", None)  # grouped matrix products know no float64
     lm = (lm if experts else lm.double()).eval()
     ids = torch.as_tensor(example[0]["input_ids"])[None]
@@ -39,7 +49,8 @@ def alone_in_float64(lm, example, temperature=1.0):
 
 @pytest.mark.parametrize("name", ["phimoe", "llama4"])
 def test_a_window_in_a_mask_only_is_found(name):
-    """A flat row has no mask: these go through padded batches, though the tokens of the check are fewer than the window."""
+    """A flat row has no mask: these go through padded batches, though the tokens of the check are fewer than
+    the window."""
     lm = tiny_family(name)
     model, batch = wrap(copy.deepcopy(lm)), flat_batch(examples(), torch.device("cpu"))
     assert model.padded
@@ -60,14 +71,23 @@ def test_loaded_weights_are_aligned_as_new_ones():
     assert all(torch.equal(p, model.lm.get_parameter(name)) for name, p in lm.named_parameters())
 
 
-# --- what draws at random in training -------------------------------------------------------------------------------
+# --- what draws at random in training -----------------------------------------------------------------------
 
 RANDOM = {
-    "opt": ("OPTConfig", {**SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.3, "attention_dropout": 0.3}),
+    "opt": (
+        "OPTConfig",
+        {**SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.3, "attention_dropout": 0.3},
+    ),
     "seed-oss": ("SeedOssConfig", {**SIZE, **HEAD, "attention_dropout": 0.3, "residual_dropout": 0.3}),
     "phimoe": (
         "PhimoeConfig",
-        {**SIZE, "num_local_experts": 4, "num_experts_per_tok": 2, "input_jitter_noise": 0.3, "router_jitter_noise": 0.3},
+        {
+            **SIZE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "input_jitter_noise": 0.3,
+            "router_jitter_noise": 0.3,
+        },
     ),
     "bloom": ("BloomConfig", {**FEW, "hidden_dropout": 0.3}),
 }
@@ -76,7 +96,8 @@ RANDOM = {
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", RANDOM)
 def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
-    """In training mode: dropout as a module, as a call, with a rate from the config, and the random routing of experts."""
+    """In training mode: dropout as a module, as a call, with a rate from the config, and the random routing
+    of experts."""
     model = wrap(spread(*RANDOM[name]))
     batch = flat_batch(examples(), torch.device("cpu"))
     if recomputed:
@@ -111,4 +132,5 @@ def test_a_generation_config_never_stops_a_save(tmp_path):
     assert load_pretrained(CommonArgs(dtype="bfloat16"), base).lm.dtype == torch.bfloat16
     assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.bfloat16
     tiny_lm("llama").half().save_pretrained(base)
-    assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.float32  # float16 gradients would vanish
+    # float16 gradients would vanish
+    assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.float32

@@ -24,19 +24,24 @@ def rates(kind: str, total: int = 10, *, peak=1.0, warmup=0.0, decay=0.2, least=
     return [lr_at(step) for step in range(total)]
 
 
-# --- schedules ------------------------------------------------------------------------------------------------------
+# --- schedules ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("kind", "options", "wanted"),
     [
         ("constant", {}, [1] * 10),
-        ("constant", {"warmup": 0.38}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),  # a share of the steps, rounded
+        # a share of the steps, rounded
+        ("constant", {"warmup": 0.38}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
         ("constant", {"warmup": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
         ("linear", {}, [1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]),
         ("linear", {"warmup": 2}, [0.5, 1, 1, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]),
         ("linear", {"warmup": 2, "least": 0.2}, [0.5, 1, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3]),
-        ("linear", {"peak": 3e-4, "warmup": 5}, [x * 3e-4 for x in (0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2)]),
+        (
+            "linear",
+            {"peak": 3e-4, "warmup": 5},
+            [x * 3e-4 for x in (0.2, 0.4, 0.6, 0.8, 1, 1, 0.8, 0.6, 0.4, 0.2)],
+        ),
         ("cosine", {"total": 4}, [1, 0.8535534, 0.5, 0.1464466]),  # (1 + cos(π·k/4)) / 2
         ("cosine", {"total": 5, "warmup": 1, "least": 0.1}, [1, 1, 0.8681981, 0.55, 0.2318019]),
         ("wsd", {}, [1] * 9 + [0.5]),  # the fall of 2 steps: 1 - 8/10 and 1 - 9/10 of 0.2
@@ -50,17 +55,22 @@ def test_learning_rates_by_hand(kind, options, wanted):
     assert rates(kind, **options) == pytest.approx(wanted, abs=1e-7)
 
 
-# --- AdamW ----------------------------------------------------------------------------------------------------------
+# --- AdamW --------------------------------------------------------------------------------------------------
 
 
 class Toy(nn.Module):
-    """Matrices (one of them used twice), vectors, a kernel of three dimensions, and a matrix that is not trained."""
+    """Matrices (one of them used twice), vectors, a kernel of three dimensions, and a matrix that is not
+    trained."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.norm, self.linear = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-        self.conv, self.head, self.frozen = nn.Conv1d(4, 4, 1), nn.Linear(4, 7, bias=False), nn.Linear(4, 4, bias=False)
+        self.conv, self.head, self.frozen = (
+            nn.Conv1d(4, 4, 1),
+            nn.Linear(4, 7, bias=False),
+            nn.Linear(4, 4, bias=False),
+        )
         self.head.weight = self.embed.weight
         self.frozen.weight.requires_grad_(False)
 
@@ -97,17 +107,22 @@ def test_adamw_is_its_formula_in_float64():
         optimizer.step()
         optimizer.zero_grad()
         for name, p in trained.items():
-            torch.testing.assert_close(p.detach(), theta[name], atol=1e-10, rtol=1e-10, msg=f"{name} at step {step}")
+            torch.testing.assert_close(
+                p.detach(), theta[name], atol=1e-10, rtol=1e-10, msg=f"{name} at step {step}"
+            )
     assert torch.equal(model.frozen.weight, frozen)
 
 
-# --- Muon and 8 bits ------------------------------------------------------------------------------------------------
+# --- Muon and 8 bits ----------------------------------------------------------------------------------------
 
 
 def test_matrices_go_by_torchs_muon_the_rest_by_adamw():
     """Embedding (the head, too), norms, biases and the kernel of three dimensions go by AdamW."""
     model, plain = Toy(), Toy()
-    optimizer, known = make_optimizer(dataclasses.replace(ARGS, optim="muon"), model), make_optimizer(ARGS, plain)
+    optimizer, known = (
+        make_optimizer(dataclasses.replace(ARGS, optim="muon"), model),
+        make_optimizer(ARGS, plain),
+    )
     matrix = nn.Parameter(model.linear.weight.detach().clone())
     muon = torch.optim.Muon([matrix], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(1, 4):
@@ -121,7 +136,9 @@ def test_matrices_go_by_torchs_muon_the_rest_by_adamw():
         for each in (optimizer, known, muon):
             set_lr(each, 1e-2 * step)
             each.step()
-        assert torch.equal(model.linear.weight, matrix) and not torch.equal(model.linear.weight, plain.linear.weight)
+        assert torch.equal(model.linear.weight, matrix) and not torch.equal(
+            model.linear.weight, plain.linear.weight
+        )
         for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             assert name == "linear.weight" or torch.equal(p, q[1]), name
 
@@ -150,8 +167,15 @@ def test_an_optimizer_resumes_bit_for_bit(optim, tmp_path):
     steps(model, optimizer, range(3, 6)), steps(other, again, range(3, 6))
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
     tables = ("step", "qmap1", "qmap2")  # 256 numbers that all tensors share
-    kept = [t for s in optimizer.state.values() for k, t in s.items() if isinstance(t, torch.Tensor) and k not in tables]
-    assert sum(t.numel() * t.element_size() for t in kept) == pytest.approx(moments_bytes(model, optim), rel=0.02)
+    kept = [
+        t
+        for s in optimizer.state.values()
+        for k, t in s.items()
+        if isinstance(t, torch.Tensor) and k not in tables
+    ]
+    assert sum(t.numel() * t.element_size() for t in kept) == pytest.approx(
+        moments_bytes(model, optim), rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,8 +190,8 @@ def test_an_optimizer_that_cannot_be_sharded(monkeypatch, optim, distributed, sa
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_extra_modules_may_have_their_own_rate(optim):
-    """By the first step of AdamW, which moves each weight by the rate; Muon has the matrices of the layers, and neither
-    the embedding nor the head. The factor is in the optimizer's state."""
+    """By the first step of AdamW, which moves each weight by the rate; Muon has the matrices of the layers,
+    and neither the embedding nor the head. The factor is in the optimizer's state."""
     model = FlatModel(tiny_lm("llama"))
     model.extra["value"] = nn.Linear(3, 2)
     args = CommonArgs(optim=optim, learning_rate=1e-2, weight_decay=0.0)

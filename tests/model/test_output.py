@@ -1,4 +1,5 @@
-"""What a FlatModel gives beside log-probabilities: each field of its Output, against the full logits of each sequence."""
+"""What a FlatModel gives beside log-probabilities: each field of its Output, against the full logits of each
+sequence."""
 
 from common.collators import flat_batch
 from common.model import Output
@@ -26,7 +27,8 @@ def chunks(request, monkeypatch):
 
 
 def logits_alone(lm, temperature=1.0):
-    """The logits (T, V) that predict each token of the row, from each sequence by itself; those of a first token: zeros."""
+    """The logits (T, V) that predict each token of the row, from each sequence by itself; those of a first
+    token: zeros."""
     found = []
     for example in examples():
         ids = torch.as_tensor(example[0]["input_ids"])[None]
@@ -41,7 +43,7 @@ def assert_same_gradients(one: nn.Module, other: nn.Module, tolerance: float):
             assert (p.grad - q.grad).abs().max() <= tolerance * q.grad.abs().max().clamp(min=1e-5), name
 
 
-# --- what is not asked for is None -------------------------------------------------------------------------------------
+# --- what is not asked for is None --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,13 +64,18 @@ def test_only_what_is_asked_for_is_there(options, given):
     model.extra["value"] = nn.Linear(32, 1)
     out = model(batch, **options)
     assert isinstance(out, Output)
-    assert {name for name, value in out._asdict().items() if value is not None} == {"logps", "aux_loss"} | given
+    assert {name for name, value in out._asdict().items() if value is not None} == {
+        "logps",
+        "aux_loss",
+    } | given
     assert out.aux_loss == 0.0  # a loss can be added without asking whether there are experts
     assert torch.allclose(out.logps, model(batch).logps, atol=1e-5)
     assert out.logps.shape == (174,)
     assert has_gradient(out.logps) == ("nll_weights" not in options)
     if out.entropy is not None:
-        assert has_gradient(out.entropy) == (options == {"entropy_grad": True}) and not out.correct.requires_grad
+        assert (
+            has_gradient(out.entropy) == (options == {"entropy_grad": True}) and not out.correct.requires_grad
+        )
 
 
 def has_gradient(values):
@@ -87,14 +94,21 @@ def has_gradient(values):
 def test_a_filler_adds_nothing(name):
     """Also fields of one's own, and what the model says: a script need not think of it."""
     rows = [
-        [sequence | {"weight": np.ones(len(sequence["input_ids"]), np.float32), "label": 3}] for [sequence] in examples()
+        [sequence | {"weight": np.ones(len(sequence["input_ids"]), np.float32), "label": 3}]
+        for [sequence] in examples()
     ]
     filler = flat_batch(rows, CPU, weight=0.0)
     for field in ("loss_mask", "sequence_mask", "weight", "label"):
         assert not filler[field].any(), field
     model = wrap(tiny_family(name))
     out = model(filler, entropy=True, entropy_grad=True, map_logits=lambda logits, rows: logits.logsumexp(-1))
-    for values in (out.logps, out.entropy, out.correct, out.mapped, model(filler, nll_weights=torch.ones(174)).nll):
+    for values in (
+        out.logps,
+        out.entropy,
+        out.correct,
+        out.mapped,
+        model(filler, nll_weights=torch.ones(174)).nll,
+    ):
         assert not values.any()
     (out.logps.sum() + out.entropy.sum() + out.mapped.sum()).backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.lm.parameters())
@@ -105,13 +119,16 @@ def test_what_is_not_there_is_refused():
         ({"nll_weights": torch.ones(174, requires_grad=True)}, "nll_weights and temperature get no gradient"),
         ({"nll_weights": torch.ones(173)}, "one for each of 174 tokens"),
         ({"nll_weights": torch.ones(1, 174)}, "one for each of 174 tokens"),
-        ({"temperature": torch.tensor(0.7, requires_grad=True)}, "nll_weights and temperature get no gradient"),
+        (
+            {"temperature": torch.tensor(0.7, requires_grad=True)},
+            "nll_weights and temperature get no gradient",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             wrap(tiny_family("llama"))(flat_batch(examples(), CPU), **options)
 
 
-# --- the logits --------------------------------------------------------------------------------------------------------
+# --- the logits ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "granite", "gemma2", "mixtral", "bloom"])
@@ -131,7 +148,9 @@ def test_mapped_logits_are_the_full_logits(name):
     out = model(batch, temperature=0.7, nll_weights=weights, map_logits=keep)
     mapped, logps = out.mapped, full.log_softmax(-1)
     assert torch.equal(torch.cat(seen), targets)
-    torch.testing.assert_close(out.entropy[targets].double(), -(logps.exp() * logps).sum(-1).double(), atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(
+        out.entropy[targets].double(), -(logps.exp() * logps).sum(-1).double(), atol=1e-3, rtol=1e-3
+    )
     assert torch.equal(out.correct[targets].bool(), logps.argmax(-1) == tokens[targets])
     assert mapped.dtype == torch.float32 and mapped.shape == (len(targets), model.config.vocab_size)
     torch.testing.assert_close(mapped.double(), full.double(), atol=2e-4, rtol=1e-4)
@@ -143,7 +162,7 @@ def test_mapped_logits_are_the_full_logits(name):
     assert_same_gradients(model.lm, lm, 2e-3 if name in IN_FLOAT32 else 5e-4)
 
 
-# --- a script's own modules --------------------------------------------------------------------------------------------
+# --- a script's own modules ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

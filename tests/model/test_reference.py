@@ -57,7 +57,9 @@ def test_a_reference_drops_its_model(pairs, accelerator):
     sums = reference.sums(batch)
     reference.precompute(CommonArgs(), SimpleNamespace(data=pairs))
     assert reference.model is None
-    torch.testing.assert_close(reference.sums(flat_batch([pairs[i] for i in range(5)], accelerator.device)), sums)
+    torch.testing.assert_close(
+        reference.sums(flat_batch([pairs[i] for i in range(5)], accelerator.device)), sums
+    )
 
 
 def test_a_reference_stays_as_it_was(accelerator, tmp_path):

@@ -1,4 +1,5 @@
-"""The language model alone in a folder, for a server after each update of the policy, and adapters merged into their base."""
+"""The language model alone in a folder, for a server after each update of the policy, and adapters merged
+into their base."""
 
 import importlib.util
 import json
@@ -33,7 +34,9 @@ def written(model, folder, dtype=None):
     before = {name: (w, w.data_ptr(), w.detach().clone()) for name, w in tensors.items()}
     policy_writer(Accelerator(cpu=True), model, dtype)(folder)
     for name, w in [*model.named_parameters(), *model.named_buffers()]:
-        assert w is before[name][0] and w.data_ptr() == before[name][1] and torch.equal(w, before[name][2]), name
+        assert w is before[name][0] and w.data_ptr() == before[name][1] and torch.equal(w, before[name][2]), (
+            name
+        )
     assert not list(folder.glob("adapter*"))
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32)
 
@@ -41,7 +44,9 @@ def written(model, folder, dtype=None):
 def assert_same(model, plain, ids=IDS, atol=2e-5):
     model.eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(batch_of(ids)).logps[2:], answer_logps(plain, ids), atol=atol, rtol=1e-4)
+        torch.testing.assert_close(
+            model(batch_of(ids)).logps[2:], answer_logps(plain, ids), atol=atol, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -56,10 +61,14 @@ def test_a_model_is_written_as_it_is(kind, dtype, tmp_path):
         assert_same(model, plain)
     else:
         rounded = {name: w.bfloat16() for name, w in model.lm.state_dict().items() if name in weights}
-        assert all(torch.equal(w, rounded[name]) and w.dtype == rounded[name].dtype for name, w in weights.items())
+        assert all(
+            torch.equal(w, rounded[name]) and w.dtype == rounded[name].dtype for name, w in weights.items()
+        )
         model.lm._keep_in_fp32_modules_strict = {"norm"}
         written(model, tmp_path, dtype)
-        kept = {name for name, w in load_file(tmp_path / "model.safetensors").items() if w.dtype == torch.float32}
+        kept = {
+            name for name, w in load_file(tmp_path / "model.safetensors").items() if w.dtype == torch.float32
+        }
         assert kept == {name for name in weights if "norm" in name}
 
 
@@ -110,7 +119,7 @@ def test_a_later_stage_goes_on_with_its_modules(tmp_path, capsys):
     assert "training goes on" in said[-2] and "left out" in said[-1]
 
 
-# --- a finished adapter ------------------------------------------------------------------------------------------------
+# --- a finished adapter -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -132,14 +141,16 @@ def test_a_merged_sum_is_rounded_once(adapter):
     parts = load_file(adapter / "adapter_model.safetensors")
     merge_adapter(str(adapter), str(adapter.with_name("out")))
     merged = load_file(adapter.with_name("out") / "model.safetensors")
-    assert len({file.stat().st_mode for file in adapter.with_name("out").glob("*.*")}) == 1  # all as readable as others
+    # all as readable as others
+    assert len({file.stat().st_mode for file in adapter.with_name("out").glob("*.*")}) == 1
     assert merged.keys() == base.keys() and {w.dtype for w in merged.values()} == {torch.bfloat16}
     changed = 0
     for name, weight in base.items():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         wanted = weight.double()
         if f"{stem}.lora_A.weight" in parts:
-            wanted += 2 * parts[f"{stem}.lora_B.weight"].double() @ parts[f"{stem}.lora_A.weight"].double()  # alpha / r
+            # alpha / r
+            wanted += 2 * parts[f"{stem}.lora_B.weight"].double() @ parts[f"{stem}.lora_A.weight"].double()
             changed += 1
         same = merged[name] == wanted.bfloat16()  # rounded once: all but what float32 loses before that
         assert same.float().mean() > 0.995, name
@@ -160,7 +171,9 @@ def test_what_cannot_be_merged_leaves_nothing(adapter, tmp_path):
     with pytest.raises(UserError, match="cannot load the model .*/base"):
         merge_adapter(str(adapter), str(out))
     merge_adapter(str(adapter), str(tmp_path / "found"), str(moved))
-    quantised = json.loads((moved / "config.json").read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
+    quantised = json.loads((moved / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "bitsandbytes"}
+    }
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(quantised))
     with pytest.raises(UserError, match="base is quantised: .* --base THE_MODEL"):

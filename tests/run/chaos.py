@@ -1,6 +1,8 @@
-"""A script's main in a process that dies by SIGKILL at the n-th moment of a kind: in a step, a rollout, a save, ...
+"""A script's main in a process that dies by SIGKILL at the n-th moment of a kind: in a step, a rollout, a
+save, ...
 
-A process that has imported everything forks one per attempt, so that an attempt costs a run of a second and no start of Python.
+A process that has imported everything forks one per attempt, so that an attempt costs a run of a second and
+no start of Python.
 """
 
 from collections import Counter
@@ -25,7 +27,11 @@ from common.run.metrics import Metrics
 from common.run.retry import Retry
 import torch
 
-for module in (*map(module_of, ("pretrain", "sft", "dpo", "grpo", "grpo_ahead")), "transformers", "torch.distributed.fsdp"):
+for module in (
+    *map(module_of, ("pretrain", "sft", "dpo", "grpo", "grpo_ahead")),
+    "transformers",
+    "torch.distributed.fsdp",
+):
     importlib.import_module(module)  # for the processes that are forked
 
 
@@ -66,7 +72,11 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
     def sampler() -> str:
         return "rollout" if rolling_out[0] else "evaluation"
 
-    for owner, name in ((Accelerator, "backward"), (Accelerator, "clip_grad_norm_"), (torch.optim.AdamW, "step")):
+    for owner, name in (
+        (Accelerator, "backward"),
+        (Accelerator, "clip_grad_norm_"),
+        (torch.optim.AdamW, "step"),
+    ):
         moments.around(owner, name, "step")
     if hasattr(script, "roll_out"):
         roll_out = script.roll_out
@@ -81,7 +91,11 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
     moments.around(importlib.import_module("common.sampling.generate"), "draw", sampler)  # each sampled token
     moments.around(FlatModel, "forward", lambda: "step" if torch.is_grad_enabled() else "evaluation")
     moments.around(Metrics, "log_eval", "evaluation")
-    for owner, names in ((os, ("fsync", "rename", "replace")), (torch, ("save",)), (shutil, ("rmtree", "copy"))):
+    for owner, names in (
+        (os, ("fsync", "rename", "replace")),
+        (torch, ("save",)),
+        (shutil, ("rmtree", "copy")),
+    ):
         for name in names:
             moments.around(owner, name, "save")
     moments.around(importlib.import_module("common.run.checkpoint"), "prune", "prune")
@@ -121,12 +135,19 @@ def _attempt(stage: str, words: list[str], log: str, epoch: int, kind: str | Non
 
 
 def attempt(
-    stage: str, words: list[str], log: Path, *, epoch: int, kind: str | None = None, at: int = 0, seconds: float = 240
+    stage: str,
+    words: list[str],
+    log: Path,
+    *,
+    epoch: int,
+    kind: str | None = None,
+    at: int = 0,
+    seconds: float = 240,
 ) -> int:
     """Run `train_<stage>.py words`; its exit code, negative where it died.
 
-    It dies at the at-th moment of a kind, and of SIGKILL from outside after so many seconds. Without a kill, log.json
-    beside the log tells how many moments of each kind it has passed.
+    It dies at the at-th moment of a kind, and of SIGKILL from outside after so many seconds. Without a kill,
+    log.json beside the log tells how many moments of each kind it has passed.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.run.chaos"])

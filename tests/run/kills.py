@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-TOUCHING = [(os, name) for name in ("rename", "replace", "fsync", "mkdir", "open", "unlink", "rmdir")] + [(torch, "save")]
+TOUCHING = [(os, name) for name in ("rename", "replace", "fsync", "mkdir", "open", "unlink", "rmdir")] + [
+    (torch, "save")
+]
 TOUCHING += [(shutil, "rmtree"), (shutil, "copy"), (Path, "write_text"), (Path, "rename"), (builtins, "open")]
 
 
@@ -21,8 +23,8 @@ class Kill(BaseException):
 
 @contextlib.contextmanager
 def killed_at(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[Callable[[], bool]]:
-    """The call number `at` raises Kill, before it has done its work or after it, in turn. Gives what says whether it has come
-    to that."""
+    """The call number `at` raises Kill, before it has done its work or after it, in turn. Gives what says
+    whether it has come to that."""
     left = [at]
 
     def dying(function: Callable) -> Callable:

@@ -20,7 +20,12 @@ class Script:
     """train_sft.py as a process of its own, with what it prints in a file."""
 
     def __init__(
-        self, folder: Path, *words: str, launcher: tuple[str, ...] = (), prefix: str = "out", script: str = "train_sft.py"
+        self,
+        folder: Path,
+        *words: str,
+        launcher: tuple[str, ...] = (),
+        prefix: str = "out",
+        script: str = "train_sft.py",
     ):
         self.output, log = folder / prefix, folder / f"{prefix}.log"
         command = [sys.executable, *launcher, script, *words, "--output_dir", str(self.output)]

@@ -1,6 +1,8 @@
-"""No run is lost: killed with SIGKILL anywhere, and started again with the same command, it ends as if nothing had been.
+"""No run is lost: killed with SIGKILL anywhere, and started again with the same command, it ends as if
+nothing had been.
 
-`pytest -m slow tests/run/test_chaos.py` kills each stage in twenty cases, up to three times each, and some by the clock.
+`pytest -m slow tests/run/test_chaos.py` kills each stage in twenty cases, up to three times each, and some by
+the clock.
 """
 
 import importlib.util
@@ -83,7 +85,8 @@ EACH = int(os.environ.get("TESTS_CHAOS", "20"))  # killed runs of each stage
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory, token_cache):
-    """whole(case): the command, the uninterrupted run, and how many moments of each kind it passes, in how many seconds."""
+    """whole(case): the command, the uninterrupted run, and how many moments of each kind it passes, in how
+    many seconds."""
     folder, known = tmp_path_factory.mktemp("whole"), {}
     (folder / "rewards.py").write_text(
         "def letters(completions, **columns):\n"
@@ -91,9 +94,18 @@ def whole(tmp_path_factory, token_cache):
     )
     names = {"rewards": f"{folder}/rewards.py:letters"}
     tokenizer = transformers.AutoTokenizer.from_pretrained("data/base_model")
-    size = {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    size = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
     llama = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, tie_word_embeddings=True, **size
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        **size,
     )
     gpt2 = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=256, **size)  # dropout of 0.1
     for name, config in (("llama", llama), ("gpt2", gpt2)):
@@ -121,7 +133,8 @@ def whole(tmp_path_factory, token_cache):
 
 
 def run_through(case: str, whole, folder: Path, seed: int, kind: str | None, most: int = 3) -> int:
-    """Kill, start again, up to `most` times, then let it end; returns the kills. kind None: the first one by the clock."""
+    """Kill, start again, up to `most` times, then let it end; returns the kills. kind None: the first one by
+    the clock."""
     words, _, moments, seconds = whole(case)
     stage, _, epoch = CASES[case]
     rng, kills = random.Random(f"{case} {kind} {seed}"), 0
@@ -130,10 +143,15 @@ def run_through(case: str, whole, folder: Path, seed: int, kind: str | None, mos
         doomed = {}
         if kills < wanted:
             kind = kind if kills == 0 else rng.choice([*moments, None])
-            # A run that goes on passes fewer moments than a whole one: the first few of them are likely to be there.
+            # A run that goes on passes fewer moments than a whole one: the first few of them are likely to be
+            # there.
             least = moments.get(kind, 0) if kills == 0 else -(-moments.get(kind, 0) // 2)
-            doomed = {"kind": kind, "at": rng.randint(1, least)} if kind else {"seconds": rng.random() * seconds}
-        code = attempt(stage, [*words, "--output_dir", str(folder / "out")], folder / "out.log", epoch=epoch, **doomed)
+            doomed = (
+                {"kind": kind, "at": rng.randint(1, least)} if kind else {"seconds": rng.random() * seconds}
+            )
+        code = attempt(
+            stage, [*words, "--output_dir", str(folder / "out")], folder / "out.log", epoch=epoch, **doomed
+        )
         if code == 0:
             break
         assert code == -signal.SIGKILL, (folder / "out.log").read_text()[-4000:]
@@ -153,14 +171,21 @@ def assert_nothing_is_lost(case: str, whole, folder: Path) -> None:
     trained = [row["step"] for row in rows if "loss" in row]
     assert trained == list(range(1, trained[-1] + 1))
     not_exact = ("metrics.jsonl", "events.jsonl")  # which have the clock in them, and tell of the kills
-    exact = [path.name for path in one.iterdir() if path.suffix in (".safetensors", ".jsonl") and path.name not in not_exact]
+    exact = [
+        path.name
+        for path in one.iterdir()
+        if path.suffix in (".safetensors", ".jsonl") and path.name not in not_exact
+    ]
     assert {"samples.jsonl"} < set(exact) and any(name.endswith(".safetensors") for name in exact)
     for name in exact:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     summaries = [json.loads((output / "summary.json").read_text()) for output in (one, other)]
     for summary in summaries:
         summary["final"] = {name: value for name, value in summary["final"].items() if name not in CLOCK}
-    assert all(summaries[0][name] == summaries[1][name] for name in summaries[0].keys() - {"seconds", "peak_memory_gib"})
+    assert all(
+        summaries[0][name] == summaries[1][name]
+        for name in summaries[0].keys() - {"seconds", "peak_memory_gib"}
+    )
     assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
 
 

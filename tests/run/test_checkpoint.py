@@ -27,7 +27,7 @@ from tests.run.kills import Kill, killed_at
 from tests.run.test_folder import claim
 from tests.tiny import tiny_pair
 
-# --- saving --------------------------------------------------------------------------------------------------------------
+# --- saving -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,18 @@ def tiny():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     tokenizer = load_tokenizer(CommonArgs(), "data/base_model")
-    return SimpleNamespace(model=model, optimizer=optimizer, tokenizer=tokenizer, accelerator=Accelerator(cpu=True))
+    return SimpleNamespace(
+        model=model, optimizer=optimizer, tokenizer=tokenizer, accelerator=Accelerator(cpu=True)
+    )
 
 
 def save(tiny, output, step, limit=2, best=None, **state):
     args = CommonArgs(output_dir=str(output), save_total_limit=limit)
     for name in ("args.yaml", "inputs.json"):  # as `begin` leaves them
         (Path(output) / name).touch()
-    return save_checkpoint(args, tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, step, state, best)
+    return save_checkpoint(
+        args, tiny.accelerator, tiny.model, tiny.optimizer, tiny.tokenizer, step, state, best
+    )
 
 
 def names(output):
@@ -123,7 +127,11 @@ def test_a_full_disk_costs_one_checkpoint(place, tiny, tmp_path, monkeypatch, ca
             with pytest.raises(UserError, match="cannot be written.*the same command goes on"):
                 export(CommonArgs(output_dir=str(tmp_path)), tiny.accelerator, tiny.model, tiny.tokenizer)
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 1 and "checkpoint-6 could not be written" in said[0] and "the next save tries again" in said[0]
+    assert (
+        len(said) == 1
+        and "checkpoint-6 could not be written" in said[0]
+        and "the next save tries again" in said[0]
+    )
     assert names(tmp_path) == ["checkpoint-3"] and newest_intact(tmp_path).name == "checkpoint-3"
     assert not list(tmp_path.glob(".*"))
     assert save(tiny, tmp_path, 9, limit=1, best=3)
@@ -152,7 +160,7 @@ def test_kills_at_any_file_operation(tiny, tmp_path, monkeypatch):
     assert sorted(path.name for path in output.iterdir()) == ["args.yaml", "checkpoint-12", "inputs.json"]
 
 
-# --- loading -------------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 def test_settings_of_the_optimizer_are_those_of_this_run(tiny, tmp_path):
@@ -178,7 +186,9 @@ def test_a_pickled_optimizer_is_not_run(tiny, tmp_path):
         write({"state": Evil(trace), "param_groups": []}, folder / "optimizer.pt")
         assert find_damage(folder) == "optimizer.pt is damaged"
         write_manifest(folder)  # by the same hand
-        with pytest.raises(UserError, match=r"checkpoint-3/optimizer.pt does not hold the optimizer") as refused:
+        with pytest.raises(
+            UserError, match=r"checkpoint-3/optimizer.pt does not hold the optimizer"
+        ) as refused:
             resume(tiny.accelerator, folder, tiny.optimizer)
         assert not trace.exists() and "\n" not in str(refused.value)
 
@@ -218,9 +228,12 @@ def test_damaged_files_are_never_trusted(launch):
 
 
 def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):
-    """With U+2028 and others that splitlines takes for the end of a line; one that was half written is left out."""
+    """With U+2028 and others that splitlines takes for the end of a line; one that was half written is left
+    out."""
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    metrics.append("samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}])
+    metrics.append(
+        "samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}]
+    )
     metrics.append("samples.jsonl", [{"step": 3, "completion": "later"}])
     before = (tmp_path / "samples.jsonl").read_text().split("\n")
     with open(tmp_path / "samples.jsonl", "a") as file:
@@ -229,7 +242,7 @@ def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):
     assert (tmp_path / "samples.jsonl").read_text().split("\n") == [*before[:2], ""]
 
 
-# --- what is exported ----------------------------------------------------------------------------------------------------
+# --- what is exported ---------------------------------------------------------------------------------------
 
 
 def logits(folder):
@@ -253,26 +266,53 @@ KINDS = [
 )
 def test_adapters_and_other_optimizers_resume_exactly(package, kind, launch):
     pytest.importorskip(package)
-    words = [*SFT, *kind, "--max_steps", "4", "--save_steps", "2", "--save_total_limit", "0", "--learning_rate", "1e-3"]
+    words = [
+        *SFT,
+        *kind,
+        "--max_steps",
+        "4",
+        "--save_steps",
+        "2",
+        "--save_total_limit",
+        "0",
+        "--learning_rate",
+        "1e-3",
+    ]
     words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
     whole = launch("sft", *words, output="whole")
-    assert train_metrics(whole)[-1]["loss"] < train_metrics(whole)[0]["loss"] - (0.5 if "--optim" in kind else 0)
+    assert train_metrics(whole)[-1]["loss"] < train_metrics(whole)[0]["loss"] - (
+        0.5 if "--optim" in kind else 0
+    )
     if package == "peft":
         assert not (whole / "checkpoint-2" / "model.safetensors").exists()
-        assert all("lora_" in name for name in load_file(whole / "checkpoint-2" / "adapter_model.safetensors"))
+        assert all(
+            "lora_" in name for name in load_file(whole / "checkpoint-2" / "adapter_model.safetensors")
+        )
     launch("sft", *words, "--max_steps", "2", output="resumed")
     if "--optim" in kind:
         with pytest.raises(UserError, match=f"optim {kind[1]} -> adamw"):
             launch("sft", *words, "--optim", "adamw", output="resumed")
     resumed = launch("sft", *words, output="resumed")  # the complete run of two steps becomes one of four
     assert read_metrics(resumed) == read_metrics(whole)
-    assert torch.equal(logits(resumed), logits(whole)) and torch.equal(logits(resumed), logits(resumed / "checkpoint-4"))
+    assert torch.equal(logits(resumed), logits(whole)) and torch.equal(
+        logits(resumed), logits(resumed / "checkpoint-4")
+    )
 
 
-# --- in the scripts ------------------------------------------------------------------------------------------------------
+# --- in the scripts -----------------------------------------------------------------------------------------
 
 
-SEARCH = [*SFT, "--eval_steps", "2", "--learning_rate", "1e-2", "--warmup_steps", "0", "--lr_scheduler_type", "constant"]
+SEARCH = [
+    *SFT,
+    "--eval_steps",
+    "2",
+    "--learning_rate",
+    "1e-2",
+    "--warmup_steps",
+    "0",
+    "--lr_scheduler_type",
+    "constant",
+]
 
 
 def evaluations(output):
@@ -281,12 +321,20 @@ def evaluations(output):
 
 def test_the_best_is_kept_exported_and_ends_early(launch, capsys):
     # The highest loss is taken for the best one: it is the first, and the run ends when it has fallen twice.
-    words = "--save_best max:eval_loss --early_stopping_patience 2 --save_total_limit 1 --max_steps 20".split()
+    words = (
+        "--save_best max:eval_loss --early_stopping_patience 2 --save_total_limit 1 --max_steps 20".split()
+    )
     output = launch("sft", *SEARCH, *words)
     said = capsys.readouterr().out
-    assert list(evaluations(output)) == [0, 2, 4, 6] and "step 6: the run ends: eval_loss has not improved" in said
+    assert (
+        list(evaluations(output)) == [0, 2, 4, 6]
+        and "step 6: the run ends: eval_loss has not improved" in said
+    )
     assert names(output) == ["checkpoint-2", "checkpoint-6"] and "final model is that of" in said
-    one, other = load_file(output / "model.safetensors"), load_file(output / "checkpoint-2" / "model.safetensors")
+    one, other = (
+        load_file(output / "model.safetensors"),
+        load_file(output / "checkpoint-2" / "model.safetensors"),
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
     summary = json.loads((output / "summary.json").read_text())
     assert (summary["best"]["step"], summary["best"]["value"]) == (2, evaluations(output)[2])
@@ -302,7 +350,10 @@ def test_the_best_is_kept_exported_and_ends_early(launch, capsys):
 def test_a_best_one_that_was_not_written_is_not_the_best(launch, monkeypatch):
     monkeypatch.setattr(torch, "save", torch_disk_full)
     output = launch("sft", *SEARCH, "--save_best", "max:eval_loss", "--max_steps", "4")
-    assert json.loads((output / "summary.json").read_text())["best"] is None and (output / "model.safetensors").exists()
+    assert (
+        json.loads((output / "summary.json").read_text())["best"] is None
+        and (output / "model.safetensors").exists()
+    )
 
 
 def test_a_merged_export_is_that_of_the_best_adapter(launch):
@@ -310,7 +361,8 @@ def test_a_merged_export_is_that_of_the_best_adapter(launch):
     from transformers import AutoModelForCausalLM
 
     words = ["--use_peft", "--lora_r", "4", "--merge_lora", "--max_steps", "4"]
-    words += ["--save_best", "max:eval_mean_token_accuracy"]  # which falls before it rises: the best is not the last
+    # which falls before it rises: the best is not the last
+    words += ["--save_best", "max:eval_mean_token_accuracy"]
     output = launch("sft", *SEARCH, *words)
     assert names(output)[0] == "checkpoint-2"
     base = AutoModelForCausalLM.from_pretrained("data/base_model")

@@ -1,4 +1,5 @@
-"""The files of accelerate_configs/: what Accelerate's launcher makes of each, key by key, and launches of them on CPU processes."""
+"""The files of accelerate_configs/: what Accelerate's launcher makes of each, key by key, and launches of
+them on CPU processes."""
 
 import json
 import sys
@@ -16,7 +17,14 @@ import yaml
 from tests.conftest import ROOT, free_port, run_script
 
 FOLDER = ROOT / "accelerate_configs"
-PARTS = ("use_cpu", "compute_environment", "distributed_type", "fsdp_config", "deepspeed_config", "parallelism_config")
+PARTS = (
+    "use_cpu",
+    "compute_environment",
+    "distributed_type",
+    "fsdp_config",
+    "deepspeed_config",
+    "parallelism_config",
+)
 FILES = sorted(FOLDER.glob("*.yaml"))
 
 
@@ -66,10 +74,23 @@ def test_a_machine_without_the_folder_is_refused(tmp_path):
 def test_a_config_launches_a_run_on_the_cpu(name, tmp_path):
     """As it stands, but for the CPU in place of the GPUs, and two of them in place of eight."""
     several = name in ("multi_gpu", "cpu_ddp")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{name}.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"accelerate_configs/{name}.yaml",
+    ]
     command += ["--num_processes", "2", "--main_process_port", str(free_port())] if several else []
     words = "--max_steps 2 --max_train_samples 20 --num_samples 0 --eval_steps 0 --save_steps 0"
-    command += ["train_sft.py", *words.split(), "--dataset_name", "data/sft", "--model_name_or_path", "data/base_model"]
+    command += [
+        "train_sft.py",
+        *words.split(),
+        "--dataset_name",
+        "data/sft",
+        "--model_name_or_path",
+        "data/base_model",
+    ]
     done = run_script([*command, "--output_dir", str(tmp_path)], timeout=200, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-3000:]
     precision = "bf16" if "gpu" in name else "no"

@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO-2 and ZeRO-3 over two processes give what one process gives: losses, samples, checkpoints, exports.
+"""DeepSpeed's ZeRO-2 and ZeRO-3 over two processes give what one process gives: losses, samples, checkpoints,
+exports.
 
-Needs deepspeed, whose CPU part is compiled at its first run; CONTRIBUTING.md has the command. Accelerate takes DeepSpeed for
-GPUs only: the launcher below starts it on gloo. There every weight is sharded, however small (but where a test wants it
-otherwise), and the LM head runs in chunks.
+Needs deepspeed, whose CPU part is compiled at its first run; CONTRIBUTING.md has the command. Accelerate
+takes DeepSpeed for GPUs only: the launcher below starts it on gloo. There every weight is sharded, however
+small (but where a test wants it otherwise), and the LM head runs in chunks.
 """
 
 import importlib.util
@@ -13,7 +14,10 @@ from tests.conftest import read_metrics, run_script, torchrun
 from tests.run.test_fsdp import STAGES, assert_goes_on, assert_same_run
 from tests.run.test_fsdp import words as words  # a fixture
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
 LAUNCHER = """
 import importlib, os, sys
@@ -43,7 +47,8 @@ sys.argv[1:] = sys.argv[4:]
 exec(os.environ.get("FIRST", ""))
 launch(script.main, script.Args, tests.conftest.demo(stage))
 """
-SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4".split()  # another rate at every step
+# another rate at every step
+SCHEDULE = "--lr_scheduler_type linear --warmup_steps 2 --learning_rate 1e-4".split()
 
 
 @pytest.fixture
@@ -54,7 +59,15 @@ def sharded(tmp_path, token_cache):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
         command = torchrun()
-        command += [str(launcher), stage, str(zero), mixed_precision, *argv, "--output_dir", str(tmp_path / output)]
+        command += [
+            str(launcher),
+            stage,
+            str(zero),
+            mixed_precision,
+            *argv,
+            "--output_dir",
+            str(tmp_path / output),
+        ]
         command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
         run = run_script(
             [*command, "--dataset_cache_dir", str(token_cache)], timeout=400, **environ

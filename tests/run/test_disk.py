@@ -13,24 +13,30 @@ import torch
 
 from tests.conftest import SFT, read_metrics
 
-# --- a disk that does not take it -----------------------------------------------------------------------------------
+# --- a disk that does not take it ---------------------------------------------------------------------------
 
 
 def test_numbers_that_json_does_not_know_are_null_with_the_reason(tmp_path):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     metrics.log(1, loss=float("nan"), grad_norm=torch.tensor(float("inf")), rate=0.5)
-    metrics.log_eval(1, {"eval_loss": float("-inf")}, [{"prompt": "a", "completion": "b", "score": float("nan")}], show=0)
+    metrics.log_eval(
+        1, {"eval_loss": float("-inf")}, [{"prompt": "a", "completion": "b", "score": float("nan")}], show=0
+    )
     metrics.finish()
 
     def refuse(word):
         raise ValueError(word)
 
     def read(name):
-        return [json.loads(line, parse_constant=refuse) for line in (tmp_path / name).read_text().splitlines()]
+        return [
+            json.loads(line, parse_constant=refuse) for line in (tmp_path / name).read_text().splitlines()
+        ]
 
     first, second = read("metrics.jsonl")
     assert first["loss"] is first["grad_norm"] is None and first["rate"] == 0.5
-    assert first["not_finite"] == {"loss": "nan", "grad_norm": "inf"} and second["not_finite"] == {"eval_loss": "-inf"}
+    assert first["not_finite"] == {"loss": "nan", "grad_norm": "inf"} and second["not_finite"] == {
+        "eval_loss": "-inf"
+    }
     assert read("samples.jsonl")[0]["score"] is None
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)
 
@@ -49,11 +55,13 @@ def test_a_disk_that_is_full_for_a_while_costs_a_few_lines(tmp_path, capsys):
     assert capsys.readouterr().out.count("cannot be written") == 2
 
 
-# --- a folder that vanishes -----------------------------------------------------------------------------------------
+# --- a folder that vanishes ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["dataset.json", "inputs.json", "summary.json"])
-def test_a_file_that_the_run_needs_and_the_disk_does_not_take_is_one_line_and_the_run_goes_on_later(what, launch, tmp_path):
+def test_a_file_that_the_run_needs_and_the_disk_does_not_take_is_one_line_and_the_run_goes_on_later(
+    what, launch, tmp_path
+):
     words = [*SFT, "--max_steps", "4", "--save_steps", "2"]
     whole = launch("sft", *words, output="whole")
     (tmp_path / "out").mkdir()

@@ -1,4 +1,5 @@
-"""What an author changes in a copy of train_sft.py: state of its own is kept, and what would go wrong in silence is refused."""
+"""What an author changes in a copy of train_sft.py: state of its own is kept, and what would go wrong in
+silence is refused."""
 
 import importlib.util
 import stat
@@ -16,7 +17,9 @@ from tests.conftest import ROOT, SFT, run_script, torchrun
 from tests.tiny import SIZE
 
 OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
-PREPARE = "    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run\n"
+PREPARE = (
+    "    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run\n"
+)
 LOOP = "    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends\n"
 STEP = "            optimizer.step()\n"
 IMPORT = "import math\n"
@@ -60,7 +63,10 @@ def test_state_that_is_not_kept_ends_the_run(kept, problem, script, launch):
     words = [*SFT, "--max_steps", "2", "--save_steps", "1", "--accept_changes"]
     odd = "\n\nclass Odd:\n    def state_dict(self):\n        return {'seen': {1}}\n"
     launch("sft", *words, "--max_steps", "1")
-    script(("\n\n@dataclass\n", f"{odd}\n\n@dataclass\n"), (PREPARE, f'{PREPARE}    run.keep("another", {kept})\n'))
+    script(
+        ("\n\n@dataclass\n", f"{odd}\n\n@dataclass\n"),
+        (PREPARE, f'{PREPARE}    run.keep("another", {kept})\n'),
+    )
     with pytest.raises(UserError, match=problem):
         launch("sft", *words)
 
@@ -82,7 +88,9 @@ def test_modules_that_are_not_trained_or_saved_are_refused(place, module, named,
 
 
 def test_experts_are_balanced_wherever_gradients_are_computed(script, launch, tmp_path):
-    config = transformers.MixtralConfig(**SIZE | {"vocab_size": 512, "num_local_experts": 4, "max_position_embeddings": 256})
+    config = transformers.MixtralConfig(
+        **SIZE | {"vocab_size": 512, "num_local_experts": 4, "max_position_embeddings": 256}
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "moe")
     transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "moe")
     script(DIRECT)
@@ -119,10 +127,12 @@ def test_what_a_run_leaves_is_readable_as_the_umask_says(launch):
     output = launch("sft", *SFT, "--max_steps", "2", "--save_steps", "1")
     files = [path for path in output.rglob("*") if path.is_file()]
     assert {path.name for path in files} >= {"model.safetensors", "optimizer.pt"}
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {stat.S_IMODE((output / "args.yaml").stat().st_mode)}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {
+        stat.S_IMODE((output / "args.yaml").stat().st_mode)
+    }
 
 
-# --- two processes ------------------------------------------------------------------------------------------------------
+# --- two processes ------------------------------------------------------------------------------------------
 
 
 def run_two(tmp_path, token_cache, *edits):
@@ -132,9 +142,17 @@ def run_two(tmp_path, token_cache, *edits):
 
 
 FAILURES = {
-    "gradients that nobody adds up": ([(OPTIMIZER, HEAD + OPTIMIZER), DIRECT], "outside of run.retry_smaller"),
+    "gradients that nobody adds up": (
+        [(OPTIMIZER, HEAD + OPTIMIZER), DIRECT],
+        "outside of run.retry_smaller",
+    ),
     "one process alone": (
-        [(LOOP, f"{LOOP}        if step and accelerator.process_index == 1:\n            raise UserError('mine')\n")],
+        [
+            (
+                LOOP,
+                f"{LOOP}        if step and accelerator.process_index == 1:\n            raise UserError('mine')\n",
+            )
+        ],
         "[rank 1] error: mine",
     ),
 }

@@ -13,7 +13,13 @@ from tests.conftest import demo
 from tests.tiny import V, tiny_family
 
 pytestmark = pytest.mark.slow
-SIZE = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 
 
 def lm_of(config):
@@ -22,7 +28,9 @@ def lm_of(config):
 
 
 def test_flops_of_a_model_whose_heads_differ_by_layer_are_counted(monkeypatch):
-    config = transformers.Gemma4TextConfig(**SIZE, num_key_value_heads=2, head_dim=8, global_head_dim=16, sliding_window=8)
+    config = transformers.Gemma4TextConfig(
+        **SIZE, num_key_value_heads=2, head_dim=8, global_head_dim=16, sliding_window=8
+    )
     model = wrap(lm_of(config))
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters < (flops := flops_per_token(model, 64)) < 100 * parameters
@@ -45,7 +53,9 @@ def base(tmp_path):
     return save
 
 
-@pytest.mark.parametrize("family, modules", [("zamba2", ["all-linear"]), ("qwen3", ["q_proj", "embed_tokens"])])
+@pytest.mark.parametrize(
+    "family, modules", [("zamba2", ["all-linear"]), ("qwen3", ["q_proj", "embed_tokens"])]
+)
 def test_adapters_on_shared_weights_are_not_merged(family, modules, base, launch):
     """Blocks that are used twice, an embedding tied to the head."""
     config = tiny_family(family).config
@@ -68,4 +78,6 @@ def test_rows_of_new_tokens_are_trained_where_the_base_has_no_tokenizer(base, la
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     launch(*words, "--tokenizer_name", str(tmp_path / "tokenizer"))
     said = capsys.readouterr().out
-    assert "rows of new tokens are trained: <|newer|>, <|new|>" in said and said.rstrip().endswith(" --use_peft")
+    assert "rows of new tokens are trained: <|newer|>, <|new|>" in said and said.rstrip().endswith(
+        " --use_peft"
+    )

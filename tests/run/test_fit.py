@@ -17,13 +17,24 @@ from tests.conftest import assert_same, events_of, losses, read_metrics
 from tests.run.test_health import STAGES
 from tests.tiny import tiny_lm
 
-# With its usual epsilon AdamW turns the rounding of a gradient near 0 into a whole step, and the second gradient is another.
+# With its usual epsilon AdamW turns the rounding of a gradient near 0 into a whole step, and the second
+# gradient is another.
 ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
-ONE += ["--adam_epsilon", "1", "--learning_rate", "0.1", "--warmup_steps", "0", "--lr_scheduler_type", "constant"]
+ONE += [
+    "--adam_epsilon",
+    "1",
+    "--learning_rate",
+    "0.1",
+    "--warmup_steps",
+    "0",
+    "--lr_scheduler_type",
+    "constant",
+]
 
 
 def limit_memory(monkeypatch, sequences, where="forward"):
-    """Training calls on more sequences than this run out of memory. Returns the sizes of the calls that did not."""
+    """Training calls on more sequences than this run out of memory. Returns the sizes of the calls that did
+    not."""
     forward, fitted = FlatModel.forward, []
 
     def ran_out(gradient):
@@ -46,7 +57,9 @@ def limit_memory(monkeypatch, sequences, where="forward"):
 
 
 @pytest.mark.parametrize("where", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [s if s == "sft" else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
+@pytest.mark.parametrize(
+    "stage", [s if s == "sft" else pytest.param(s, marks=pytest.mark.slow) for s in STAGES]
+)
 def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch, capsys):
     words = [*STAGES[stage], *ONE]
     whole = losses(launch(stage, *words, output="whole"))
@@ -59,7 +72,10 @@ def test_a_run_goes_on_with_the_same_gradients(stage, where, launch, monkeypatch
     assert fitted and max(fitted) <= 4 and len(fitted) <= 3 * 2**times  # calls in three steps
     assert_same(whole[:1], losses(output)[:1], tolerance=1e-6)
     assert_same(whole, losses(output))
-    assert json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["parts"]["retry"]["splits"] > 1
+    assert (
+        json.loads((output / "checkpoint-2" / "trainer_state.json").read_text())["parts"]["retry"]["splits"]
+        > 1
+    )
 
 
 def test_a_resumed_run_rounds_as_the_first_one_did(launch, monkeypatch):
@@ -78,7 +94,7 @@ def test_what_cannot_be_split_ends_the_run_with_what_would_help(launch, monkeypa
         launch("sft", *STAGES["sft"], *ONE)
 
 
-# --- how a window is split --------------------------------------------------------------------------------------------
+# --- how a window is split ----------------------------------------------------------------------------------
 
 
 def example(*lengths):
@@ -117,7 +133,13 @@ def test_each_process_has_dropout_of_its_own(accelerator):
         (one, after), (two, after_two), again, later = drawn(0), drawn(1), drawn(0), drawn(0, 4)
     finally:
         accelerator.state.process_index = 0
-    assert one != two and after == after_two and again == (one, after) and later[0] not in (one, two) and later[1] != after
+    assert (
+        one != two
+        and after == after_two
+        and again == (one, after)
+        and later[0] not in (one, two)
+        and later[1] != after
+    )
 
 
 def test_what_a_failed_attempt_has_measured_counts_nowhere(accelerator, tmp_path):

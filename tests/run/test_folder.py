@@ -1,4 +1,5 @@
-"""Whose the output folder is: another run is refused with the difference, an unfinished one goes on, nothing else is lost."""
+"""Whose the output folder is: another run is refused with the difference, an unfinished one goes on, nothing
+else is lost."""
 
 import dataclasses
 import importlib
@@ -31,7 +32,11 @@ def args_of(stage):
 
 def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, **changed):
     """An output folder as a run leaves it, with checkpoints of one small file; returns its arguments."""
-    args = dataclasses.asdict(args_of("sft")()) | {"output_dir": str(tmp_path / "out"), "max_steps": 8, **changed}
+    args = dataclasses.asdict(args_of("sft")()) | {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 8,
+        **changed,
+    }
     args |= {"model_name_or_path": "data/base_model", "dataset_name": ["data/sft"]}
     output = tmp_path / "out"
     output.mkdir(parents=True)
@@ -52,13 +57,16 @@ def claim(args):
     return module.claim(args_of("sft")(**args), {})
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------
 
 
 CHANGES = [
     ({"seed": 1}, "seed 0 -> 1"),
     ({"dataset_name": ["data/dpo"]}, r"dataset_name \['data/sft'\] -> \['data/dpo'\]"),
-    ({"model_name_or_path": "gpt2", "dtype": "bfloat16"}, "data/base_model -> gpt2, dtype float32 -> bfloat16"),
+    (
+        {"model_name_or_path": "gpt2", "dtype": "bfloat16"},
+        "data/base_model -> gpt2, dtype float32 -> bfloat16",
+    ),
     ({"lora_r": 8, "learning_rate": 1.0}, "lora_r 16 -> 8"),
     ({"resume_from_checkpoint": "none"}, "holds an earlier run"),
     ({"save_best": "eval_loss", "eval_temperatures": [1.0]}, r"eval_temperatures \[0.0\] -> \[1.0\]"),
@@ -67,7 +75,8 @@ CHANGES = [
 
 @pytest.mark.parametrize(("change", "shown"), CHANGES)
 def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
-    args = folder_of_a_run(tmp_path, save_best="min:loss" if "save_best" in change else None)  # the same metric
+    # the same metric
+    args = folder_of_a_run(tmp_path, save_best="min:loss" if "save_best" in change else None)
     with pytest.raises(UserError, match=shown) as refused:
         claim(args | change)
     assert "learning_rate" not in str(refused.value)
@@ -76,9 +85,15 @@ def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
 def test_changed_arguments_that_may_change_are_said(tmp_path, capsys):
     args = folder_of_a_run(tmp_path)
     changed = {"learning_rate": 0.5, "max_steps": 20, "eval_steps": 7, "report_to": "wandb"}
-    for _ in range(2):  # args.yaml has the new values as soon as the run starts; the checkpoint is still of the old ones
+    # args.yaml has the new values as soon as the run starts; the checkpoint is still of the old ones
+    for _ in range(2):
         assert claim(args | changed) == tmp_path / "out" / "checkpoint-6"
-        said = {"learning_rate: 2e-05 -> 0.5", "max_steps: 8 -> 20", "eval_steps: 100 -> 7", "report_to: None -> wandb"}
+        said = {
+            "learning_rate: 2e-05 -> 0.5",
+            "max_steps: 8 -> 20",
+            "eval_steps: 100 -> 7",
+            "report_to: None -> wandb",
+        }
         assert set(capsys.readouterr().out.splitlines()) == said
         (tmp_path / "out" / "args.yaml").write_text(yaml.safe_dump(args | changed))
 
@@ -108,7 +123,10 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_a_named_one(tmp_path):
     args = folder_of_a_run(tmp_path)
     newest, copy = tmp_path / "out" / "checkpoint-6", tmp_path / "new" / "checkpoint-3"
     assert claim(args) == claim(args | {"resume_from_checkpoint": "True"}) == newest  # as for transformers
-    named = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3"), "output_dir": str(tmp_path / "new")}
+    named = {
+        "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3"),
+        "output_dir": str(tmp_path / "new"),
+    }
     assert claim(args | named) == tmp_path / "out" / "checkpoint-3"
     shutil.copytree(tmp_path / "out" / "checkpoint-3", copy)  # of this run, one step further
     (tmp_path / "new" / "args.yaml").write_text(yaml.safe_dump(args | named))
@@ -144,10 +162,12 @@ def test_smaller_micro_batches_go_on_as_before(launch, capsys):
     said = capsys.readouterr().out
     assert "per_device_train_batch_size: 4 -> 2" in said and "order of the samples" not in said
     for one, other in zip(read_metrics(whole), read_metrics(resumed), strict=True):
-        assert one["num_tokens"] == other["num_tokens"] and one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["num_tokens"] == other["num_tokens"] and one["loss"] == pytest.approx(
+            other["loss"], rel=1e-4
+        )
 
 
-# --- inputs -------------------------------------------------------------------------------------------------------------
+# --- inputs -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -175,9 +195,12 @@ def test_an_edited_script_is_another_run(steps, script, launch, capsys):
     script()
     launch("sft", *SFT, *HALF)
     script(edited)
-    with pytest.raises(UserError, match=r"the script: .*--accept_changes.*--output_dir.*--overwrite_output_dir"):
+    with pytest.raises(
+        UserError, match=r"the script: .*--accept_changes.*--output_dir.*--overwrite_output_dir"
+    ):
         launch("sft", *SFT, *steps)
-    script(lambda text: "# mine\n" + text.replace("(T,)\n", "(T,)\n\n"), "train_renamed.py")  # comments and layout
+    # comments and layout
+    script(lambda text: "# mine\n" + text.replace("(T,)\n", "(T,)\n\n"), "train_renamed.py")
     if steps == HALF:
         with pytest.raises(SystemExit):
             launch("sft", *SFT, *steps)
@@ -197,8 +220,8 @@ def score(completions, **columns):
 
 @pytest.mark.parametrize("more", [[], pytest.param(["--dataset_streaming"], marks=pytest.mark.slow)], ids=str)
 def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
-    """Rows in another order, one of as many tokens, one fewer; a reward and its import, a template, a tokenizer, a base; with
-    --save_best what its evaluations are of."""
+    """Rows in another order, one of as many tokens, one fewer; a reward and its import, a template, a
+    tokenizer, a base; with --save_best what its evaluations are of."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plainloop_points", raising=False)
     monkeypatch.setattr("common.extras.stream.BLOCK_ROWS", 9)
@@ -210,32 +233,64 @@ def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
         (tmp_path / name).write_bytes(b"".join(rows))
     (tmp_path / "plainloop_points.py").write_text("def points(text):\n    return len(text) / 100\n")
     (tmp_path / "reward.py").write_text(REWARD)
-    words = [*SFT, *more, "--dataset_name", f"{tmp_path}/rows.jsonl", "--eval_reward_funcs", f"{tmp_path}/reward.py:score"]
+    words = [
+        *SFT,
+        *more,
+        "--dataset_name",
+        f"{tmp_path}/rows.jsonl",
+        "--eval_reward_funcs",
+        f"{tmp_path}/reward.py:score",
+    ]
     words += [f"regex:{'a|' * 200}"]  # too long for the name of a file
-    words += ["--chat_template", f"{tmp_path}/mine.jinja", "--model_name_or_path", f"{tmp_path}/model", "--use_peft"]
-    words += ["--save_steps", "1", "--save_best", "eval_loss", "--eval_steps", "1", "--eval_max_new_tokens", "1"]
+    words += [
+        "--chat_template",
+        f"{tmp_path}/mine.jinja",
+        "--model_name_or_path",
+        f"{tmp_path}/model",
+        "--use_peft",
+    ]
+    words += [
+        "--save_steps",
+        "1",
+        "--save_best",
+        "eval_loss",
+        "--eval_steps",
+        "1",
+        "--eval_max_new_tokens",
+        "1",
+    ]
     words += ["--eval_dataset_name", f"{tmp_path}/{held}", "--eval_prompts", f"{tmp_path}/prompts.json"]
     whole = launch("sft", *words, "--max_steps", "2", output="whole")
     launch("sft", *words, "--max_steps", "1")
     files = "reward.py plainloop_points.py mine.jinja model/tokenizer.json model/model.safetensors prompts.json".split()
-    edits = [("rows.jsonl", b"".join(r)) for r in (rows[1:] + rows[:1], [rows[0].replace(b"3", b"2"), *rows[1:]], rows[:-1])]
+    edits = [
+        ("rows.jsonl", b"".join(r))
+        for r in (rows[1:] + rows[:1], [rows[0].replace(b"3", b"2"), *rows[1:]], rows[:-1])
+    ]
     edits += [(held, b"".join(rows[1:])), *((name, (tmp_path / name).read_bytes()) for name in files)]
     for name, content in edits:
         file = tmp_path / name
         before, kept = file.read_bytes(), shutil.copy2(file, tmp_path / "kept")
         changed = {".safetensors": content[:-1] + b"@", ".json": content + b" ", ".jsonl": content}
         file.write_bytes(changed.get(file.suffix, content + b"\n# {# another #}\n"))
-        with pytest.raises(UserError, match=f"{name.split('/')[0].removesuffix('.jsonl')}: .*--accept_changes"):
+        with pytest.raises(
+            UserError, match=f"{name.split('/')[0].removesuffix('.jsonl')}: .*--accept_changes"
+        ):
             launch("sft", *words, "--max_steps", "2", "--save_best", "min:loss")  # the same metric
-        shutil.move(kept, file) if more else file.write_bytes(before)  # a stream sees that a file is newer, too
+        # a stream sees that a file is newer, too
+        shutil.move(kept, file) if more else file.write_bytes(before)
     assert read_metrics(launch("sft", *words, "--max_steps", "2")) == read_metrics(whole)
 
 
-@pytest.mark.parametrize("how", ["reference", pytest.param("base, named by an adapter", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["reference", pytest.param("base, named by an adapter", marks=pytest.mark.slow)]
+)
 def test_an_edited_model_is_another_run_unless_accepted(how, launch, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(BASE, model)
-    stage, words = ("dpo", [*SFT[2:], "--config", "data/configs/dpo.yaml"]) if how == "reference" else ("sft", SFT)
+    stage, words = (
+        ("dpo", [*SFT[2:], "--config", "data/configs/dpo.yaml"]) if how == "reference" else ("sft", SFT)
+    )
     words = [*words, "--model_name_or_path", str(model), "--save_steps", "1"]
     if how != "reference":
         adapter = launch("sft", *words, "--use_peft", "--max_steps", "1", output="adapter")
@@ -251,7 +306,7 @@ def test_an_edited_model_is_another_run_unless_accepted(how, launch, tmp_path, c
     launch(stage, *words, "--max_steps", "3")  # its checkpoint is of the new one
 
 
-# --- one run for a folder -----------------------------------------------------------------------------------------------
+# --- one run for a folder -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -291,14 +346,18 @@ def test_a_deleted_folder_ends_the_run(taken, launch, tmp_path, monkeypatch):
     assert not out.exists() or os.listdir(out) == [".lock"]
 
 
-# --- what no run has written --------------------------------------------------------------------------------------------
+# --- what no run has written --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "samples.jsonl", "args.yaml", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "samples.jsonl", "args.yaml", "metrics.jsonl"]
+)
 def test_foreign_files_are_not_written_over(name, launch, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
-    with pytest.raises(UserError, match=f"holds {name}, which no run has written|whose args.yaml cannot be read"):
+    with pytest.raises(
+        UserError, match=f"holds {name}, which no run has written|whose args.yaml cannot be read"
+    ):
         launch("sft", *SFT, "--max_steps", "1")
     assert (tmp_path / "out" / name).read_text() == "mine"
 
@@ -324,7 +383,9 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     output = launch("sft", *words)
 
     def content():
-        return {path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"}
+        return {
+            path: path.read_bytes() for path in output.rglob("*") if path.is_file() and path.name != ".lock"
+        }
 
     before = content()
     wrong = [

@@ -1,7 +1,7 @@
 """FSDP2 over two processes gives what one process gives: losses, samples, checkpoints, exports.
 
-Accelerate takes FSDP for GPUs only. The launcher tells it that the two CPU processes are such, and has the LM head run
-in chunks, too, which the other side of the comparisons does not.
+Accelerate takes FSDP for GPUs only. The launcher tells it that the two CPU processes are such, and has the LM
+head run in chunks, too, which the other side of the comparisons does not.
 """
 
 import shutil
@@ -37,23 +37,41 @@ def words(tmp_path):
     """words(stage): the arguments, with a single prompt to complete, so that the second process has none."""
     prompt = (ROOT / "data/prompts/chat_validation.jsonl").read_text().splitlines()[0]
     (tmp_path / "prompt.jsonl").write_text(prompt + "\n")
-    return lambda stage: [*STAGES[stage].split(), *COMMON.split(), "--eval_prompts", str(tmp_path / "prompt.jsonl")]
+    return lambda stage: [
+        *STAGES[stage].split(),
+        *COMMON.split(),
+        "--eval_prompts",
+        str(tmp_path / "prompt.jsonl"),
+    ]
 
 
 @pytest.fixture
 def sharded(tmp_path, token_cache):
-    """sharded(stage, *arguments): train_<stage>.py under FSDP2, two micro-batches on each process, of two conversations; or
-    under HSDP, two copies on two processes each, of one. first: code that is run before; it may kill, and then `died` is to
-    be True."""
+    """sharded(stage, *arguments): train_<stage>.py under FSDP2, two micro-batches on each process, of two
+    conversations; or under HSDP, two copies on two processes each, of one. first: code that is run before; it
+    may kill, and then `died` is to be True."""
 
     def launch(
-        stage, *argv, output="sharded", mixed_precision="no", first="", config="fsdp2", processes=0, died=False, **environ
+        stage,
+        *argv,
+        output="sharded",
+        mixed_precision="no",
+        first="",
+        config="fsdp2",
+        processes=0,
+        died=False,
+        **environ,
     ):
         launcher = tmp_path / "launcher.py"
         launcher.write_text(LAUNCHER)
         processes = processes or (4 if config == "hsdp" else 2)
         command = [*torchrun(processes), str(launcher), stage, mixed_precision, *argv]
-        command += ["--per_device_train_batch_size", str(4 // processes), "--gradient_accumulation_steps", "2"]
+        command += [
+            "--per_device_train_batch_size",
+            str(4 // processes),
+            "--gradient_accumulation_steps",
+            "2",
+        ]
         command += ["--output_dir", str(tmp_path / output), "--dataset_cache_dir", str(token_cache)]
         run = run_script(command, timeout=240, FIRST=first, CONFIG=config, **environ)
         assert (run.returncode != 0) == died, run.stderr[-6000:]
@@ -72,11 +90,18 @@ def weights(folder):
 def assert_same_model(one, other):
     for a, b in zip(weights(one), weights(other), strict=True):
         assert a.keys() == b.keys()
-        assert all(a[name].dtype == b[name].dtype and torch.allclose(a[name], b[name], rtol=0, atol=2e-5) for name in a)
+        assert all(
+            a[name].dtype == b[name].dtype and torch.allclose(a[name], b[name], rtol=0, atol=2e-5)
+            for name in a
+        )
 
 
 def evaluations(output):
-    return [{k: v for k, v in row.items() if k.startswith("eval_")} for row in read_metrics(output) if "loss" not in row]
+    return [
+        {k: v for k, v in row.items() if k.startswith("eval_")}
+        for row in read_metrics(output)
+        if "loss" not in row
+    ]
 
 
 def assert_same_run(one, two):
@@ -90,7 +115,10 @@ def assert_same_run(one, two):
     for folder in ("", "checkpoint-2"):
         assert_same_model(one / folder, two / folder)
     if (one / "completions.jsonl").exists():
-        tokens = [[(row["prompt"], row["completion"]) for row in read_rows(run / "completions.jsonl")] for run in (one, two)]
+        tokens = [
+            [(row["prompt"], row["completion"]) for row in read_rows(run / "completions.jsonl")]
+            for run in (one, two)
+        ]
         assert tokens[0] == tokens[1] and len({len(text) for _, text in tokens[0]}) > 2  # of many lengths
 
 
@@ -146,7 +174,11 @@ def test_log_probabilities_and_gradients_are_not_rounded_with_bf16(launch, shard
 
 
 def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, tmp_path):
-    argv = [*words("sft"), "--model_name_or_path", make_model(tmp_path / "untied", max_position_embeddings=512)]
+    argv = [
+        *words("sft"),
+        "--model_name_or_path",
+        make_model(tmp_path / "untied", max_position_embeddings=512),
+    ]
     one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
     assert_same(losses(one), losses(two))
     for folder in ("", "checkpoint-2"):
@@ -163,14 +195,19 @@ def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
         lora += ["--model_name_or_path", str(launch("sft", *words("sft"), *lora, *few, output="start"))]
     one = launch("grpo", *words("grpo"), *lora, "--per_device_train_batch_size", "8", output="one")
     two = sharded("grpo", *words("grpo"), *lora)
-    assert_same(losses(one), losses(two), norm_tolerance=1e-4)  # the gradient is what is left of terms that cancel
-    for file in ("checkpoint-2/adapter_model.safetensors", "model.safetensors" if merge else "adapter_model.safetensors"):
+    # the gradient is what is left of terms that cancel
+    assert_same(losses(one), losses(two), norm_tolerance=1e-4)
+    for file in (
+        "checkpoint-2/adapter_model.safetensors",
+        "model.safetensors" if merge else "adapter_model.safetensors",
+    ):
         a, b = load_file(one / file), load_file(two / file)
         assert a.keys() == b.keys() and all(torch.allclose(a[name], b[name], atol=1e-5) for name in a)
 
 
 def test_muon_turns_whole_matrices_and_no_shards_of_them(launch, sharded, words):
-    """Its products are in bfloat16, and in another order: a few percent of an update (of shards it would be half of it)."""
+    """Its products are in bfloat16, and in another order: a few percent of an update (of shards it would be
+    half of it)."""
     argv = [*words("sft"), "--optim", "muon", "--learning_rate", "1e-3"]
     one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
     assert_same(losses(one), losses(two), tolerance=0.02)
@@ -179,6 +216,9 @@ def test_muon_turns_whole_matrices_and_no_shards_of_them(launch, sharded, words)
     for name in (name for name in a if "proj" in name):
         update, other = a[name] - first[name], b[name] - first[name]
         assert (update - other).norm() < 0.1 * update.norm(), name
-    resumed = sharded("sft", *argv, "--max_steps", "2", output="resumed"), sharded("sft", *argv, output="resumed")
+    resumed = (
+        sharded("sft", *argv, "--max_steps", "2", output="resumed"),
+        sharded("sft", *argv, output="resumed"),
+    )
     c = load_file(resumed[1] / "model.safetensors")
     assert all(torch.allclose(b[name], c[name], atol=1e-5) for name in b)

@@ -1,4 +1,5 @@
-"""How memory grows with the work: live tensors are counted one by one, so that every figure is exact and free of noise."""
+"""How memory grows with the work: live tensors are counted one by one, so that every figure is exact and free
+of noise."""
 
 from common.collators import flat_batch
 from common.data.types import whole
@@ -24,7 +25,12 @@ def tiny(V=61, **changes):
     torch.manual_seed(0)
     sizes = (
         SIZE
-        | {"vocab_size": V, "max_position_embeddings": 8192, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
+        | {
+            "vocab_size": V,
+            "max_position_embeddings": 8192,
+            "num_hidden_layers": LAYERS,
+            "tie_word_embeddings": True,
+        }
         | changes
     )
     return wrap(transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**sizes))).train()
@@ -58,8 +64,10 @@ def test_one_long_sequence_costs_no_more_than_many_short_ones():
     model = tiny()
     one = {n: held(model, [n]) for n in (2048, 4096, 8192)}
     assert one[8192] == pytest.approx(held(model, [128] * 64), rel=0.01)
-    assert held(model, [512] * 16) < 1.15 * one[8192]  # in strips, for speed: their outputs are there twice, and a mask
-    # A mask or scores of every pair of tokens would be 64 MiB (bool) or more for 8k, and 16 times those of 2k.
+    # in strips, for speed: their outputs are there twice, and a mask
+    assert held(model, [512] * 16) < 1.15 * one[8192]
+    # A mask or scores of every pair of tokens would be 64 MiB (bool) or more for 8k, and 16 times those of
+    # 2k.
     assert one[8192] - one[4096] == pytest.approx(2 * (one[4096] - one[2048]), rel=0.01)
 
 
@@ -69,7 +77,8 @@ def test_the_vocabulary_costs_its_gradient_and_one_chunk(objective):
     gradients = 2 * 8000 * D * 4  # of the head and of the embedding, which are one matrix
     chunk = chunk_rows(CPU, 9000) * 9000 * 4
     assert large - small < gradients + 2 * chunk
-    assert gradients + 2 * chunk < 8000 * 128 * 32 * 4 / 15  # all logits would be far more: the bound says something
+    # all logits would be far more: the bound says something
+    assert gradients + 2 * chunk < 8000 * 128 * 32 * 4 / 15
 
 
 def sampled(model, prompt, G, new=NEW):
@@ -84,7 +93,8 @@ def sampled(model, prompt, G, new=NEW):
 def test_sampling_holds_no_copy_of_the_prompt_for_each_completion():
     model = tiny()
     few, many = sampled(model, 1024, 1), sampled(model, 1024, 16)
-    assert (many - few) / 15 < 0.5 * TOKEN * 1024  # a copy of the prompt's keys and values would be twice that
+    # a copy of the prompt's keys and values would be twice that
+    assert (many - few) / 15 < 0.5 * TOKEN * 1024
 
 
 def test_an_update_holds_the_prompt_of_a_group_once():
@@ -95,7 +105,8 @@ def test_an_update_holds_the_prompt_of_a_group_once():
     def held_by(G):
         mask = np.array([0] * prompt + [1] * answer, np.uint8)
         examples = [
-            [{"input_ids": np.concatenate([start, draw.integers(2, 61, size=answer)]), "loss_mask": mask}] for _ in range(G)
+            [{"input_ids": np.concatenate([start, draw.integers(2, 61, size=answer)]), "loss_mask": mask}]
+            for _ in range(G)
         ]
         batch = flat_batch(examples, CPU)
         with Live(model.parameters()) as live:

@@ -1,4 +1,5 @@
-"""A NaN or an infinity changes no weight: the step is passed over, its batch is kept, and a run of them ends the run."""
+"""A NaN or an infinity changes no weight: the step is passed over, its batch is kept, and a run of them ends
+the run."""
 
 import json
 import math
@@ -18,7 +19,14 @@ import torch
 from tests.conftest import events_of, read_metrics, read_rows
 
 STAGES = {
-    stage: ["--config", f"data/configs/{stage}.yaml", "--model_name_or_path", "data/base_model", "--eval_steps", "0"]
+    stage: [
+        "--config",
+        f"data/configs/{stage}.yaml",
+        "--model_name_or_path",
+        "data/base_model",
+        "--eval_steps",
+        "0",
+    ]
     + ["--save_steps", "1", "--save_total_limit", "9", "--logging_steps", "1", "--eval_prompts", ""]
     + ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_samples", "0"]
     for stage in ("pretrain", "sft", "dpo", "grpo")
@@ -34,7 +42,9 @@ def break_calls(monkeypatch, which, add=float("nan"), fields=("nll", "logps")):
         out = right(*args, **kwargs)
         if not torch.is_grad_enabled() or next(calls) not in which:
             return out
-        return out._replace(**{name: getattr(out, name) + add for name in fields if getattr(out, name) is not None})
+        return out._replace(
+            **{name: getattr(out, name) + add for name in fields if getattr(out, name) is not None}
+        )
 
     monkeypatch.setattr(FlatModel, "forward", wrong)
 
@@ -57,15 +67,23 @@ def test_fp16_whose_scale_never_recovers_ends_the_run(tmp_path):
 @pytest.mark.parametrize(
     "stage", [pytest.param(s, marks=pytest.mark.slow) if s in ("pretrain", "dpo") else s for s in STAGES]
 )
-def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(stage, launch, monkeypatch, capsys):
+def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(
+    stage, launch, monkeypatch, capsys
+):
     break_calls(monkeypatch, calls_of_step(3))
     output = launch(stage, *STAGES[stage], "--max_steps", "4")
     assert "step 3: " in (said := capsys.readouterr().out) and "step-3.jsonl" in said
-    before, after, end = (load_file(output / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-3", "."))
+    before, after, end = (
+        load_file(output / name / "model.safetensors") for name in ("checkpoint-2", "checkpoint-3", ".")
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(not torch.equal(after[name], end[name]) for name in before)  # and the run goes on
     rows = {row["step"]: row for row in read_metrics(output)}
-    assert "loss" not in rows[3] and rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1 and "bad_steps" not in rows[2]
+    assert (
+        "loss" not in rows[3]
+        and rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1
+        and "bad_steps" not in rows[2]
+    )
     assert all(value == value for row in rows.values() for name, value in row.items() if name != "grad_norm")
     assert json.loads((output / "summary.json").read_text())["bad_steps"] == [3]
     assert [event["step"] for event in events_of(output, "bad")] == [3]
@@ -104,14 +122,17 @@ def test_weights_that_are_not_finite_are_not_saved(launch, tmp_path, monkeypatch
     for words in (["--save_steps", "1"], ["--save_steps", "0"]):  # before a save, before the export
         with pytest.raises(UserError, match="step 1: weights are NaN or infinite"):
             launch("sft", *STAGES["sft"], *words, "--max_steps", "1", "--overwrite_output_dir")
-        assert not (tmp_path / "out" / "model.safetensors").exists() and not checkpoints(str(tmp_path / "out"))
+        assert not (tmp_path / "out" / "model.safetensors").exists() and not checkpoints(
+            str(tmp_path / "out")
+        )
 
 
 def test_a_jump_of_the_loss_is_said_once(tmp_path, capsys):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     for step in range(7):
         metrics.log(step + 1, loss=0.5)
-        metrics, before = Metrics(metrics.accelerator, metrics.args), metrics  # the run was stopped, and goes on
+        # the run was stopped, and goes on
+        metrics, before = Metrics(metrics.accelerator, metrics.args), metrics
         metrics.restore(step + 1, json.loads(json.dumps(before.state(step + 1))))
     for step in range(20):
         metrics.log(step + 8, loss=9.0 if step == 12 else 0.5 + 0.01 * (step % 2))

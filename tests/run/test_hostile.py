@@ -29,7 +29,12 @@ def edit_config(folder: Path, **changes) -> None:
 def adapter(folder: Path, base: str | None) -> None:
     for file in folder.iterdir():
         file.unlink()
-    settings = {"peft_type": "LORA", "base_model_name_or_path": base, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    settings = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base,
+        "target_modules": ["q_proj"],
+        "task_type": "CAUSAL_LM",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     save_file({"x": torch.zeros(1)}, folder / "adapter_model.safetensors")
 
@@ -49,7 +54,9 @@ BROKEN = {
         "no place for model.layers.1.input_layernorm.weight, ",
     ),
     "NaN": (
-        lambda f: changed(f, lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][0, 3].fill_(float("nan"))),
+        lambda f: changed(
+            f, lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][0, 3].fill_(float("nan"))
+        ),
         "model.layers.1.self_attn.q_proj.weight holds a NaN",
     ),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 70_000), "cannot load the model"),
@@ -58,8 +65,14 @@ BROKEN = {
     "no config": (lambda f: (f / "config.json").unlink(), "cannot load the model"),
     "config is junk": (lambda f: (f / "config.json").write_text("{"), "cannot load the"),
     "a pickle": (pickled, "cannot load the model"),
-    "another size": (lambda f: edit_config(f, vocab_size=77), "embed_tokens.weight, or have it in another size"),
-    "NaN in config": (lambda f: edit_config(f, rms_norm_eps=float("nan")), "a few tokens give NaN: look at *_eps"),
+    "another size": (
+        lambda f: edit_config(f, vocab_size=77),
+        "embed_tokens.weight, or have it in another size",
+    ),
+    "NaN in config": (
+        lambda f: edit_config(f, rms_norm_eps=float("nan")),
+        "a few tokens give NaN: look at *_eps",
+    ),
     "its own base": (lambda f: adapter(f, str(f)), "cannot load the tokenizer"),
     "null as base": (lambda f: adapter(f, None), "cannot load the tokenizer"),
 }
@@ -74,7 +87,9 @@ def test_a_broken_model_folder_is_one_line_that_says_what(kind, launch, tmp_path
     words = [*SFT, "--model_name_or_path", str(folder)]
     with pytest.raises(UserError) as error:
         launch("sft", *words, "--max_steps", "1")
-    assert "\n" not in str(error.value) and says in str(error.value) and "model" in str(error.value), error.value
+    assert "\n" not in str(error.value) and says in str(error.value) and "model" in str(error.value), (
+        error.value
+    )
     assert not (tmp_path / "owned").exists() and not (ROOT / "owned").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in twenty lines
 

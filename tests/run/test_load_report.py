@@ -1,4 +1,5 @@
-"""What a run says of its model at the start; a checkpoint with more than text keeps it, frozen, or says that it is gone."""
+"""What a run says of its model at the start; a checkpoint with more than text keeps it, frozen, or says that
+it is gone."""
 
 import json
 
@@ -9,16 +10,33 @@ import transformers
 
 from tests.conftest import demo
 
-SIZE = {"vocab_size": 1024, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZE = {
+    "vocab_size": 1024,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 SIZE |= {"num_key_value_heads": 2, "head_dim": 8}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-SHORT = ["--max_steps", "2", "--eval_steps", "0", "--per_device_train_batch_size", "2", "--learning_rate", "1e-3"]
+SHORT = [
+    "--max_steps",
+    "2",
+    "--eval_steps",
+    "0",
+    "--per_device_train_batch_size",
+    "2",
+    "--learning_rate",
+    "1e-3",
+]
 
 
 def gemma3():
     text = transformers.Gemma3TextConfig(**SIZE, sliding_window=64)
     vision = transformers.SiglipVisionConfig(**VISION, image_size=28, patch_size=14)
-    config = transformers.Gemma3Config(text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4)
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), mm_tokens_per_image=4
+    )
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
@@ -26,7 +44,9 @@ def qwen3_5():
     text = SIZE | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     text |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
     vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 4, "out_hidden_size": 32}
-    return transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(text_config=text, vision_config=vision))
+    return transformers.Qwen3_5ForConditionalGeneration(
+        transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    )
 
 
 @pytest.fixture

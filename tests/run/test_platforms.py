@@ -1,4 +1,5 @@
-"""What Windows and Macs lack is done without. Their own file systems, signals and devices are not seen here."""
+"""What Windows and Macs lack is done without. Their own file systems, signals and devices are not seen
+here."""
 
 import json
 from pathlib import Path
@@ -31,13 +32,16 @@ LACKING = """
 
 def without_unix(code: str, *words: str) -> subprocess.CompletedProcess:
     """Run the code in a Python that lacks what Windows has not."""
-    return run_script([sys.executable, "-c", textwrap.dedent(LACKING) + textwrap.dedent(code), *map(str, words)])
+    return run_script(
+        [sys.executable, "-c", textwrap.dedent(LACKING) + textwrap.dedent(code), *map(str, words)]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "grpo"])
 def test_a_run_and_its_second_half_without_what_only_unix_has(stage, launch, tmp_path):
-    """The second process goes on from the checkpoint of the first; the numbers are those of a run with all of Unix."""
+    """The second process goes on from the checkpoint of the first; the numbers are those of a run with all of
+    Unix."""
     code = f"""
         import train_{stage}
         from common.command_line import launch
@@ -45,12 +49,23 @@ def test_a_run_and_its_second_half_without_what_only_unix_has(stage, launch, tmp
         sys.argv = ["train_{stage}.py", *sys.argv[1:]]
         launch(train_{stage}.main, train_{stage}.Args, demo={demo(stage)!r}, default_model="data/base_model")
     """
-    words = ["--save_steps", "2", "--logging_steps", "1", "--eval_steps", "0", "--lr_scheduler_type", "constant"]
+    words = [
+        "--save_steps",
+        "2",
+        "--logging_steps",
+        "1",
+        "--eval_steps",
+        "0",
+        "--lr_scheduler_type",
+        "constant",
+    ]
     words += ["--dataset_num_proc", "1", "--max_steps"]
     for last in ("2", "4"):
         done = without_unix(code, *words, last, "--output_dir", tmp_path / "out")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    whole = launch(stage, "--config", demo(stage), "--model_name_or_path", "data/base_model", *words, "4", output="whole")
+    whole = launch(
+        stage, "--config", demo(stage), "--model_name_or_path", "data/base_model", *words, "4", output="whole"
+    )
     assert read_metrics(tmp_path / "out") == read_metrics(whole) and len(train_metrics(whole)) == 4
 
 
@@ -66,7 +81,7 @@ def test_files_of_windows_are_read(ending, launch, tmp_path):
     assert json.loads((output / "dataset.json").read_text(encoding="utf-8"))["sources"][0]["rows"] == 12
 
 
-# --- MPS ------------------------------------------------------------------------------------------------------------
+# --- MPS ----------------------------------------------------------------------------------------------------
 
 
 class NoFloat64(TorchDispatchMode):
@@ -77,7 +92,10 @@ class NoFloat64(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if float64_in(out) and not float64_in((args, kwargs)):
             frame = sys._getframe(1)  # up to the first one that is ours
-            while not frame.f_code.co_filename.startswith(str(ROOT)) or "site-packages" in frame.f_code.co_filename:
+            while (
+                not frame.f_code.co_filename.startswith(str(ROOT))
+                or "site-packages" in frame.f_code.co_filename
+            ):
                 frame = frame.f_back
             file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
             on_host = file == "rollout.py" or file.startswith("train_") or function in ("reduce", "_plain")

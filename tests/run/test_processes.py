@@ -1,4 +1,5 @@
-"""Two processes: when one of them fails all end, soon and with its error; when they have unlike work none waits for ever."""
+"""Two processes: when one of them fails all end, soon and with its error; when they have unlike work none
+waits for ever."""
 
 import json
 import sys
@@ -32,16 +33,29 @@ launch(script.main, script.Args, "data/configs/{stage}.yaml")
 
 @pytest.fixture
 def two(tmp_path, token_cache, monkeypatch):
-    """two(stage, words, change): train_<stage>.py on two processes, after some lines that change it; (process, output
-    folder, seconds from the failure of one of them to the end of all)."""
+    """two(stage, words, change): train_<stage>.py on two processes, after some lines that change it;
+    (process, output folder, seconds from the failure of one of them to the end of all)."""
     failed = tmp_path / "failed"
     monkeypatch.setenv("FAILED", str(failed))
 
     def launch(stage, words, change=""):
         launcher, output = tmp_path / "launcher.py", tmp_path / "two"
         launcher.write_text(LAUNCHER.format(stage=stage, change=change))
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_ddp.yaml"]
-        command += ["--main_process_port", str(free_port()), str(launcher), *map(str, words), "--output_dir", str(output)]
+        command = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--config_file",
+            "accelerate_configs/cpu_ddp.yaml",
+        ]
+        command += [
+            "--main_process_port",
+            str(free_port()),
+            str(launcher),
+            *map(str, words),
+            "--output_dir",
+            str(output),
+        ]
         run = run_script([*command, "--dataset_cache_dir", str(token_cache)], timeout=150)
         return run, output, time.time() - failed.stat().st_mtime if failed.exists() else None
 
@@ -70,7 +84,8 @@ torch.save = fail
     ("change", "rank"), [(FORWARD, 1), (PREPARING, 0), (SAVING, 0)], ids=["step", "preparing", "saving"]
 )
 def test_an_exception_on_one_process_ends_both_with_its_traceback(change, rank, two):
-    """In a step, while the other one waits for the prepared data (whose limit is of hours), or for a checkpoint."""
+    """In a step, while the other one waits for the prepared data (whose limit is of hours), or for a
+    checkpoint."""
     run, output, seconds = two("sft", SFT, change)
     assert run.returncode != 0 and seconds < 60
     assert f"RuntimeError: process {rank} has had enough" in run.stderr, run.stderr[-4000:]

@@ -1,4 +1,5 @@
-"""See it before you train: --dry_run says what a run would be and writes nothing in its folder; dataset.json keeps it."""
+"""See it before you train: --dry_run says what a run would be and writes nothing in its folder; dataset.json
+keeps it."""
 
 import json
 
@@ -7,9 +8,26 @@ import pytest
 
 from tests.conftest import read_metrics, write_rows
 
-BASE = ["--model_name_or_path", "data/base_model", "--eval_prompts", "", "--num_samples", "0", "--save_steps", "0"]
+BASE = [
+    "--model_name_or_path",
+    "data/base_model",
+    "--eval_prompts",
+    "",
+    "--num_samples",
+    "0",
+    "--save_steps",
+    "0",
+]
 STAGES = {
-    stage: ["--config", f"data/configs/{stage}.yaml", *BASE, "--max_train_samples", "40", "--max_eval_samples", "10"]
+    stage: [
+        "--config",
+        f"data/configs/{stage}.yaml",
+        *BASE,
+        "--max_train_samples",
+        "40",
+        "--max_eval_samples",
+        "10",
+    ]
     for stage in ("pretrain", "sft", "dpo", "grpo")
 }
 CHATS = [
@@ -32,7 +50,16 @@ def test_a_dry_run_shows_everything_and_leaves_the_output_folder_alone(stage, la
     said = capsys.readouterr().out
     assert not output.exists()
     assert f"source: {stage}\n" in said and "rows: 40\n  examples: 40" in said
-    for word in ("eval_sources", "p50", "####", "steps", "steps_per_epoch", "381,600", "activations", "dry run"):
+    for word in (
+        "eval_sources",
+        "p50",
+        "####",
+        "steps",
+        "steps_per_epoch",
+        "381,600",
+        "activations",
+        "dry run",
+    ):
         assert word in said, word
     assert "reference model " not in said  # the demo of DPO computes its log-probabilities before
     assert said.count("with what is trained marked") == {"grpo": 0, "dpo": 2}.get(stage, 1)
@@ -49,10 +76,17 @@ def test_a_dry_run_does_not_touch_a_run_that_is_there(launch, capsys):
 def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     some = write_chats(tmp_path / "some.jsonl", CHATS)
     words = [*STAGES["sft"], "--dataset_name", some, "data/sft", "--dataset_weights", "1", "3", "--packing"]
-    output = launch("sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2")
+    output = launch(
+        "sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2"
+    )
     facts = json.loads((output / "dataset.json").read_text())
     first, second = facts["sources"]
-    assert (first["source"], first["columns"], first["rows"], first["examples"]) == ("some", ["messages"], 5, 2)
+    assert (first["source"], first["columns"], first["rows"], first["examples"]) == (
+        "some",
+        ["messages"],
+        5,
+        2,
+    )
     assert first["dropped"] == {
         "empty answer": {"count": 2, "first": [f"{some}:4", f"{some}:5"]},
         "no assistant turn": {"count": 1, "first": [f"{some}:3"]},
@@ -62,15 +96,29 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     assert 0 < first["trained_tokens"] < first["tokens"]
     packing, lengths = facts["packing"], facts["lengths"]
     tokens = first["tokens"] + second["tokens"]
-    assert packing["utilisation"] == pytest.approx(tokens / (packing["rows"] * 128)) and packing["utilisation"] > 0.7
-    assert lengths["mean"] == pytest.approx(tokens / 42) and sum(count for *_, count in lengths["histogram"]) == 42
+    assert (
+        packing["utilisation"] == pytest.approx(tokens / (packing["rows"] * 128))
+        and packing["utilisation"] > 0.7
+    )
+    assert (
+        lengths["mean"] == pytest.approx(tokens / 42)
+        and sum(count for *_, count in lengths["histogram"]) == 42
+    )
     assert facts["plan"]["steps"] == 2 and facts["model"]["parameters"] == {"trained": 381600, "all": 381600}
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_each_source_has_its_own_evaluation_loss_beside_the_weighted_mean(stage, launch):
     data = f"data/{stage}"
-    words = [*STAGES[stage], "--dataset_name", data, f"{data}/validation.jsonl", "--dataset_weights", "3", "1"]
+    words = [
+        *STAGES[stage],
+        "--dataset_name",
+        data,
+        f"{data}/validation.jsonl",
+        "--dataset_weights",
+        "3",
+        "1",
+    ]
     words += ["--eval_fraction", "0.3", "--max_steps", "1", "--eval_steps", "1", "--max_eval_samples", "12"]
     row = next(row for row in read_metrics(launch(stage, *words)) if "eval_loss" in row)
     own = [row[f"eval_{name}_loss"] for name in (stage, "validation")]

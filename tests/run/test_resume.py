@@ -1,4 +1,5 @@
-"""A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole one."""
+"""A run that was stopped goes on exactly where it was, and a broken checkpoint is never taken for a whole
+one."""
 
 import os
 import shutil
@@ -19,7 +20,14 @@ from tests.conftest import EXPERIMENTS, ROOT, SFT, demo, read_metrics, teacher, 
 from tests.scripts.one_step import make_model
 
 COMMON = "--logging_steps 1 --eval_steps 4 --save_steps 3 --max_steps 8 --model_name_or_path data/base_model".split()
-COMMON += ["--eval_prompts", "data/prompts/chat_validation.jsonl", "--max_eval_samples", "8", "--eval_max_new_tokens", "4"]
+COMMON += [
+    "--eval_prompts",
+    "data/prompts/chat_validation.jsonl",
+    "--max_eval_samples",
+    "8",
+    "--eval_max_new_tokens",
+    "4",
+]
 FEW = "--max_train_samples 20 --per_device_train_batch_size 4"
 WORDS = {
     "pretrain": "--max_train_samples 100 --per_device_train_batch_size 4",
@@ -68,7 +76,9 @@ def stop_after_save(monkeypatch, at):
 SHORT = ("sft streamed", "dpo")
 
 
-@pytest.mark.parametrize("stage", [s if s in SHORT else pytest.param(s, marks=pytest.mark.slow) for s in STAGES])
+@pytest.mark.parametrize(
+    "stage", [s if s in SHORT else pytest.param(s, marks=pytest.mark.slow) for s in STAGES]
+)
 def test_resumed_runs_equal_uninterrupted_ones(stage, launch, monkeypatch):
     monkeypatch.setattr(streams, "BLOCK_ROWS", 9)
     arguments, stage = [*STAGES[stage], *COMMON, "--logging_steps", "2"], stage.split()[0]
@@ -90,7 +100,9 @@ def test_a_bfloat16_base_leaves_as_bfloat16(more, launch, tmp_path):
     base = shutil.copytree(ROOT / "data" / "base_model", tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     for steps in (2, 3):
-        out = launch("sft", *SFT, *more.split(), "--model_name_or_path", base, "--max_steps", steps, "--save_steps", 1)
+        out = launch(
+            "sft", *SFT, *more.split(), "--model_name_or_path", base, "--max_steps", steps, "--save_steps", 1
+        )
         assert {w.dtype for w in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
 
 
@@ -101,13 +113,17 @@ def test_an_evaluation_changes_no_dropout(launch, tmp_path):
     assert [row["loss"] for row in plain] == [row["loss"] for row in evaluated]
 
 
-@pytest.mark.parametrize("stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in EXPERIMENTS)])
+@pytest.mark.parametrize(
+    "stage", ["sft", *(pytest.param(stage, marks=pytest.mark.slow) for stage in EXPERIMENTS)]
+)
 def test_killed_runs_resume_with_the_same_command(stage, launch, tmp_path):
     settings = STAGES.get(stage, STAGES["grpo" if stage == "grpo_ahead" else "sft"])
     arguments = [*settings, *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
     whole = launch(stage, *arguments, output="whole")
     command = [sys.executable, *words_of(stage), *arguments, "--output_dir", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+    )
     deadline = time.monotonic() + 120
     while len(checkpoints(tmp_path / "killed")) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)

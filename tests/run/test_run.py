@@ -9,7 +9,16 @@ import pytest
 from tests.conftest import GRPO, events_of, read_metrics
 
 SFT = ["--model_name_or_path", "data/base_model", "--max_train_samples", "60", "--max_eval_samples", "8"]
-SFT += ["--per_device_train_batch_size", "2", "--max_length", "64", "--num_samples", "0", "--eval_max_new_tokens", "2"]
+SFT += [
+    "--per_device_train_batch_size",
+    "2",
+    "--max_length",
+    "64",
+    "--num_samples",
+    "0",
+    "--eval_max_new_tokens",
+    "2",
+]
 
 
 def steps_of(output, kind):
@@ -20,9 +29,14 @@ def steps_of(output, kind):
     "words, saved, evaluated",
     [
         (["--save_steps", "0", "--eval_steps", "4"], [], [0, 4, 8, 9]),
-        (["--save_steps", "4", "--eval_steps", "0"], [4, 8], []),  # not at the last step: the final model is written there
+        # not at the last step: the final model is written there
+        (["--save_steps", "4", "--eval_steps", "0"], [4, 8], []),
         (["--save_steps", "3", "--eval_steps", "5"], [3, 6, 9], [0, 5, 9]),
-        (["--save_steps", "0", "--eval_steps", "2", "--save_best", "min:eval_loss"], [2, 4, 6, 8, 9], [0, 2, 4, 6, 8, 9]),
+        (
+            ["--save_steps", "0", "--eval_steps", "2", "--save_best", "min:eval_loss"],
+            [2, 4, 6, 8, 9],
+            [0, 2, 4, 6, 8, 9],
+        ),
     ],
 )
 def test_saves_and_evaluations_at_their_steps(words, saved, evaluated, launch):

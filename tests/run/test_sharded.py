@@ -51,14 +51,20 @@ if os.environ["RANK"] == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     setattr(owner, name, dying)
 """
-KILLS = ["1 filesystem write_data after", "0 filesystem finish before", "0 common.run.checkpoint write_manifest before"]
+KILLS = [
+    "1 filesystem write_data after",
+    "0 filesystem finish before",
+    "0 common.run.checkpoint write_manifest before",
+]
 KILLS += ["0 os rename before", "0 os rename after", "0 common.run.checkpoint prune before"]
 
 
 @pytest.fixture
 def run(sharded):
     """run(processes, stage, *arguments): `sharded`, with sharded checkpoints."""
-    return lambda processes, *words, first=SHARDED, **how: sharded(*words, processes=processes, first=first, **how)
+    return lambda processes, *words, first=SHARDED, **how: sharded(
+        *words, processes=processes, first=first, **how
+    )
 
 
 def rewound(whole, again, keep=2):
@@ -105,19 +111,26 @@ def test_shards_resume_exactly_and_merge(stage, run, words, tmp_path):
     assert read_metrics(plain) == read_metrics(whole)
     assert_same_files(plain, whole)
     saved = whole / "checkpoint-2"
-    assert not (saved / "model.safetensors").exists() and (plain / "checkpoint-2" / "model.safetensors").exists()
+    assert (
+        not (saved / "model.safetensors").exists() and (plain / "checkpoint-2" / "model.safetensors").exists()
+    )
     again = run(2, stage, *words(stage), output=rewound(whole, tmp_path / "again").name)
     assert read_metrics(whole) == read_metrics(again)
     assert_same_files(whole, again)
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
-    subprocess.run([*command, str(saved / "pytorch_model_fsdp_0"), str(saved)], check=True, capture_output=True)
-    one, other = (AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").state_dict() for run in (plain, whole))
+    subprocess.run(
+        [*command, str(saved / "pytorch_model_fsdp_0"), str(saved)], check=True, capture_output=True
+    )
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(run / "checkpoint-2").state_dict() for run in (plain, whole)
+    )
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
 def test_shards_of_2_on_4_on_1_on_2(optim, run, words, tmp_path):
-    """What was saved by 2 processes is read and saved by 4, that by one, that by 2: the same weights and moments."""
+    """What was saved by 2 processes is read and saved by 4, that by one, that by 2: the same weights and
+    moments."""
     argv = [*words("sft"), "--optim", optim]
     saved = run(2, "sft", *argv, output="saved") / "checkpoint-2"
     first = tensors(saved)

@@ -1,4 +1,5 @@
-"""A run that is told to stop saves at the step reached, leaves with code 75, and loses and repeats nothing when it goes on."""
+"""A run that is told to stop saves at the step reached, leaves with code 75, and loses and repeats nothing
+when it goes on."""
 
 import json
 import os
@@ -51,7 +52,8 @@ def signal_in_step(monkeypatch, at: int, number: int) -> None:
     ],
 )
 def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, monkeypatch, capsys):
-    """At 4 an evaluation is due, at 3 a checkpoint; GRPO at 5 is in the middle of a rollout that serves the steps 4 and 5."""
+    """At 4 an evaluation is due, at 3 a checkpoint; GRPO at 5 is in the middle of a rollout that serves the
+    steps 4 and 5."""
     words, stage = [*STAGES[stage], *COMMON, "--save_total_limit", "0"], stage.split()[0]
     whole = launch(stage, *words, output="whole")
     capsys.readouterr()
@@ -121,7 +123,8 @@ def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):
 
 
 def test_the_clock_leaves_room_for_a_save(monkeypatch):
-    """In minutes: a step takes up to 3 of the 60, a save 2, every 20; 1.25 times both and ten seconds are kept."""
+    """In minutes: a step takes up to 3 of the 60, a save 2, every 20; 1.25 times both and ten seconds are
+    kept."""
     said, minutes = {}, 0
     monkeypatch.setattr("time.time", lambda: START + 60 * minutes)
     clock = Clock(CommonArgs(max_hours=1.0, save_minutes=20.0))
@@ -134,15 +137,30 @@ def test_the_clock_leaves_room_for_a_save(monkeypatch):
 
 
 def test_the_clock_saves(launch):
-    output = launch("sft", *STAGES["sft"], *COMMON, *"--save_steps 0 --save_total_limit 0 --save_minutes 1e-6".split())
+    output = launch(
+        "sft", *STAGES["sft"], *COMMON, *"--save_steps 0 --save_total_limit 0 --save_minutes 1e-6".split()
+    )
     assert [folder.name for folder in checkpoints(output)] == [f"checkpoint-{step}" for step in range(1, 8)]
 
 
 @pytest.mark.slow
 def test_ctrl_c_before_the_first_step_is_one_line(tmp_path):
-    row = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "What is 1+1?"},
+            {"role": "assistant", "content": "Answer: 2"},
+        ]
+    }
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 60_000)
-    words = [*SFT, "--max_train_samples", "60000", "--dataset_name", str(tmp_path / "rows.jsonl"), "--dataset_num_proc", "2"]
+    words = [
+        *SFT,
+        "--max_train_samples",
+        "60000",
+        "--dataset_name",
+        str(tmp_path / "rows.jsonl"),
+        "--dataset_num_proc",
+        "2",
+    ]
     with Script(tmp_path, *words, "--dataset_cache_dir", str(tmp_path / "cache")) as run:
         run.until(lambda: len(psutil.Process(run.process.pid).children()) == 2)  # tokenising
         time.sleep(0.5)

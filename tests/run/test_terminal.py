@@ -1,4 +1,5 @@
-"""What is printed, and terminals, pipes and logs that are gone: they end no run, and nothing hostile reaches them."""
+"""What is printed, and terminals, pipes and logs that are gone: they end no run, and nothing hostile reaches
+them."""
 
 import os
 import pty
@@ -17,7 +18,7 @@ from tests.run.test_folder import SFT
 BASE = ROOT / "data" / "base_model"
 
 
-# --- the terminal ---------------------------------------------------------------------------------------------------
+# --- the terminal -------------------------------------------------------------------------------------------
 
 EVIL = "\x1b[2J\x1b]0;owned\x07 a \x9b31m b \r c \u202e d \u2028 e \x7f"
 
@@ -25,7 +26,8 @@ EVIL = "\x1b[2J\x1b]0;owned\x07 a \x9b31m b \r c \u202e d \u2028 e \x7f"
 @pytest.mark.slow
 def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_control_sequence(tmp_path):
     rows = [
-        {"messages": [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]} for i in range(20)
+        {"messages": [{"role": "user", "content": f"{EVIL} {i}"}, {"role": "assistant", "content": EVIL}]}
+        for i in range(20)
     ]
     rows.append({"messages": [{"role": EVIL, "content": "x"}]})
     data = tmp_path / "\x1b[31mred.jsonl"
@@ -39,10 +41,14 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
         assert ("\\x1b]0;owned" in run.stdout.decode()) or more, "it was shown, spelled out"
         for shown in (run.stdout, run.stderr):
             text = shown.decode().replace("\x1b[A", "").replace("\r", "")  # of the progress bars
-            assert not [c for c in text if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2028"]
+            assert not [
+                c
+                for c in text
+                if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2028"
+            ]
 
 
-# --- terminals that close -------------------------------------------------------------------------------------------
+# --- terminals that close -----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

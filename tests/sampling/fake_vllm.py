@@ -1,8 +1,10 @@
-"""A server that speaks vLLM's protocol (0.32, as it was recorded) over the project's own sampler, and can play its faults.
+"""A server that speaks vLLM's protocol (0.32, as it was recorded) over the project's own sampler, and can
+play its faults.
 
-Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a reload", "old
-weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with the weights of before),
-"restarts" (other weights in the middle of a rollout), "no development mode", "unknown token", "NaN".
+Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a
+reload", "old weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with
+the weights of before), "restarts" (other weights in the middle of a rollout), "no development mode", "unknown
+token", "NaN".
 """
 
 from collections.abc import Sequence
@@ -55,8 +57,8 @@ class FakeVLLM:
         keys: dict[int, tuple[int, ...]] | None = None,
         key: str = "",
     ):
-        """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has instead.
-        key: that /v1 wants."""
+        """model: of transformers, or a folder. keys: of the project's sampler, by the seed that a request has
+        instead. key: that /v1 wants."""
         lm = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, str | Path) else model
         self.model, self.keys = wrap(lm.eval()), keys or {}
         self.first = {name: value.clone() for name, value in lm.state_dict().items()}
@@ -65,7 +67,8 @@ class FakeVLLM:
         self.generation_config, self.key = generation_config, key
         self.version, self.paused, self.reloads, self.served, self.asked = "default", False, 0, 0, []
         self.is_stale = False  # reloaded, and the prefix cache is not reset
-        self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}  # starts of prompts: the weights of then
+        # starts of prompts: the weights of then
+        self.cached: dict[tuple[int, ...], dict[str, torch.Tensor]] = {}
         self.tries: dict[int, int] = {}  # of each seed
         self.lock, self.is_dead = threading.Lock(), False
         self.waiting: list[Asked] = []
@@ -125,7 +128,7 @@ class FakeVLLM:
         self.http.shutdown()
         self.http.server_close()
 
-    # --- what it answers ----------------------------------------------------------------------------------------------
+    # --- what it answers ------------------------------------------------------------------------------------
 
     def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, Any]:
         if self.is_dead:
@@ -161,7 +164,9 @@ class FakeVLLM:
     def _reload(self, folder: Path) -> tuple[int, Any]:
         self.reloads, self.is_stale = self.reloads + 1, True
         if self.play == "refuses a reload" or not folder.is_dir():
-            return 500, error("Call to collective_rpc method failed: Worker failed with error 'Repo id must …'")
+            return 500, error(
+                "Call to collective_rpc method failed: Worker failed with error 'Repo id must …'"
+            )
         weights = {}
         for file in sorted(folder.glob("*.safetensors")):
             weights |= load_file(file)
@@ -215,7 +220,13 @@ class FakeVLLM:
             ids = [self.V, *ids[1:]] if self.play == "unknown token" else ids
             logps = [float("nan"), *logps[1:]] if self.play == "NaN" else logps
         read = len(prompt) - (self.play == "cuts the prompt" and is_of_rollout)
-        choice = {"index": 0, "text": "", "logprobs": {"token_logprobs": logps}, "finish_reason": reason, "token_ids": ids}
+        choice = {
+            "index": 0,
+            "text": "",
+            "logprobs": {"token_logprobs": logps},
+            "finish_reason": reason,
+            "token_ids": ids,
+        }
         return 200, {"choices": [choice], "usage": {"prompt_tokens": read, "completion_tokens": len(ids)}}
 
     def counts(self, body: dict[str, Any]) -> bool:
@@ -229,7 +240,11 @@ class FakeVLLM:
             first = self.waiting[0].alike()
             batch = [asked for asked in self.waiting if asked.alike() == first]
             self.waiting = [asked for asked in self.waiting if asked not in batch]
-        now = {name: value.clone() for name, value in self.model.lm.state_dict().items()} if self.play == "old cache" else {}
+        now = (
+            {name: value.clone() for name, value in self.model.lm.state_dict().items()}
+            if self.play == "old cache"
+            else {}
+        )
         for part in [[asked] for asked in batch] if now else [batch]:
             start = tuple(part[0].body["prompt"][:BLOCK])
             if now and len(part[0].body["prompt"]) > BLOCK:
@@ -259,7 +274,8 @@ class FakeVLLM:
                 logits = self.model.lm(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
         finally:
             self.model.lm.set_attn_implementation(implementation)
-        if self.mode == "processed_logprobs" and drawing["temperature"] > 0:  # asked for without top_k and top_p only
+        # asked for without top_k and top_p only
+        if self.mode == "processed_logprobs" and drawing["temperature"] > 0:
             logits = logits / drawing["temperature"]
         return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 

@@ -1,4 +1,5 @@
-"""Drawing a token from logits: top_k and top_p, shares of [0, 1) to the last token, and nothing of probability zero."""
+"""Drawing a token from logits: top_k and top_p, shares of [0, 1) to the last token, and nothing of
+probability zero."""
 
 import math
 from unittest import mock
@@ -15,7 +16,8 @@ LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, -4.0, 1.1, 0.31, -0.5, 1.9, -2.2])
 
 
 def naive_support(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
-    """What may be drawn, with its probability: the k largest, of those the fewest that together reach top_p."""
+    """What may be drawn, with its probability: the k largest, of those the fewest that together reach
+    top_p."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])
     weight = {i: math.exp((logits[i] - logits[order[0]]) / temperature) for i in order}
     kept = order[:top_k] if top_k else order
@@ -81,7 +83,8 @@ def test_a_token_of_probability_zero_is_never_drawn(logits, temperature, top_k, 
 @pytest.mark.usefixtures("levels")
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000, 150_000])
 def test_each_token_is_drawn_at_its_share(size):
-    """Each token at the middle of its share of [0, 1), in float64: probabilities of 1e-5 are not lost in float32 sums."""
+    """Each token at the middle of its share of [0, 1), in float64: probabilities of 1e-5 are not lost in
+    float32 sums."""
     picked = np.random.default_rng(0).integers(0, size, 60)
     logits = torch.from_numpy(np.random.default_rng(1).uniform(-0.3, 0.3, size)).float()
     p = logits.double().softmax(-1)

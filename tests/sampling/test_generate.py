@@ -1,4 +1,5 @@
-"""Sampling: against transformers' own `generate`, against the trainer's log-probabilities, and against the softmax."""
+"""Sampling: against transformers' own `generate`, against the trainer's log-probabilities, and against the
+softmax."""
 
 import contextlib
 import copy
@@ -54,7 +55,9 @@ def theirs(lm, prompt: list[int], stop_ids: list[int]) -> list[int]:
 
 
 def ours(model, prompts=PROMPTS, keys=KEYS, *, stop_ids=(1,), **options) -> list[Sampled]:
-    return sample(model, prompts, keys, stop_ids=stop_ids, max_new_tokens=options.pop("max_new_tokens", NEW), **options)
+    return sample(
+        model, prompts, keys, stop_ids=stop_ids, max_new_tokens=options.pop("max_new_tokens", NEW), **options
+    )
 
 
 def trainer_logps(model, prompts, completions, temperature: float = 1.0) -> list[torch.Tensor]:
@@ -77,7 +80,9 @@ def assert_as_transformers(model, lm, prompts, stop_ids, tolerance=1e-4, **optio
     """Greedy completions token by token, with the log-probabilities of training."""
     wanted = [theirs(lm, prompt, stop_ids) for prompt in prompts]
     assert len({len(ids) for ids in wanted}) > 1, "a test in which all end together shows little"
-    found = ours(model, prompts, [(i,) for i in range(len(prompts))], stop_ids=stop_ids, temperature=0, **options)
+    found = ours(
+        model, prompts, [(i,) for i in range(len(prompts))], stop_ids=stop_ids, temperature=0, **options
+    )
     assert [c.ids for c in found] == wanted
     assert [c.finished for c in found] == [ids[-1] in stop_ids for ids in wanted]
     assert_as_trained(model, prompts, found, tolerance=tolerance)
@@ -88,7 +93,7 @@ def assert_same_in_any_batch(model, prompts, keys, stop_ids):
     assert [c.ids for c in one] == [c.ids for c in all_together]
 
 
-# --- greedy ---------------------------------------------------------------------------------------------------------
+# --- greedy -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [3, 128])
@@ -98,13 +103,17 @@ def test_greedy_sampling_is_transformers_generate(pair, stop_ids, batch_size):
 
 
 def test_each_completion_has_a_limit_of_its_own(pair, stop_ids):
-    """Cut there, and drawn as if all had the longest; one that stops with its last allowed token is finished."""
+    """Cut there, and drawn as if all had the longest; one that stops with its last allowed token is
+    finished."""
     model, _ = pair
     for temperature in (0, 1.3):
         whole = ours(model, stop_ids=stop_ids, temperature=temperature)
         limits = [1, 2, 3, NEW, 5, 1, len(whole[6].ids), 9]
         for limit, cut, free in zip(
-            limits, ours(model, stop_ids=stop_ids, temperature=temperature, max_new_tokens=limits), whole, strict=True
+            limits,
+            ours(model, stop_ids=stop_ids, temperature=temperature, max_new_tokens=limits),
+            whole,
+            strict=True,
         ):
             assert cut.ids == free.ids[:limit] and cut.finished == (free.finished and len(free.ids) <= limit)
             assert cut.logps == pytest.approx(free.logps[:limit], abs=1e-5)
@@ -145,7 +154,8 @@ def rows_per_call(model, **options) -> list[int]:
 
 
 def test_no_work_for_ended_completions(pair, stop_ids):
-    """The first call reads the prompts, each distinct one once, without padding. (Ten rows or more shrink in steps of a tenth.)"""
+    """The first call reads the prompts, each distinct one once, without padding. (Ten rows or more shrink in
+    steps of a tenth.)"""
     model, _ = pair
     read = sum(LENGTHS) - LENGTHS[4]
     assert rows_per_call(model, stop_ids=[]) == [read] + [8] * (NEW - 1)
@@ -155,7 +165,7 @@ def test_no_work_for_ended_completions(pair, stop_ids):
     assert rows_per_call(model, stop_ids=stop_ids) == [read] + wanted
 
 
-# --- sampled --------------------------------------------------------------------------------------------------------
+# --- sampled ------------------------------------------------------------------------------------------------
 
 
 def test_a_completion_does_not_depend_on_others(pair, stop_ids):
@@ -189,7 +199,9 @@ def test_a_key_determines_its_completion(pair):
 
 def test_equal_prompts_of_an_evaluation_are_drawn_apart(pair):
     tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
-    found = complete(Accelerator(cpu=True), pair[0], tokenizer, [PROMPTS[0]] * 8, max_new_tokens=6, temperature=1.0)
+    found = complete(
+        Accelerator(cpu=True), pair[0], tokenizer, [PROMPTS[0]] * 8, max_new_tokens=6, temperature=1.0
+    )
     assert len({text for _, text, _ in found}) > 4
 
 
@@ -206,16 +218,19 @@ def test_log_probabilities_are_those_in_float64(pair, temperature):
             torch.testing.assert_close(torch.tensor(c.logps, dtype=torch.float64), wanted, atol=5e-5, rtol=0)
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------
+# --- the cache ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("lengths", [[1, 70, 2, 33, 33], [3, 3, 3], [90]])
 def test_any_prompt_lengths_and_a_growing_cache(pair, monkeypatch, static, lengths):
-    """Several completions to a prompt, which leave together, and one by one; static: as under a CUDA graph."""
+    """Several completions to a prompt, which leave together, and one by one; static: as under a CUDA
+    graph."""
     model, lm = pair
     monkeypatch.setattr(common.sampling.kv_cache, "FIRST_CAPACITY", 3)
-    monkeypatch.setattr(common.sampling.generate, "FlatDecoder", functools.partial(FlatDecoder, static=static))
+    monkeypatch.setattr(
+        common.sampling.generate, "FlatDecoder", functools.partial(FlatDecoder, static=static)
+    )
     prompts = [np.random.default_rng(9 + i).integers(2, V, n).tolist() for i, n in enumerate(lengths)]
     stop_ids = [theirs(lm, prompts[-1], [])[5], 3]
     wanted = [theirs(lm, prompt, stop_ids) for prompt in prompts]
@@ -228,7 +243,13 @@ def test_any_prompt_lengths_and_a_growing_cache(pair, monkeypatch, static, lengt
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma2", "gpt-oss", "bloom", *(pytest.param(k, marks=pytest.mark.slow) for k in ("falcon", "deepseek-v32"))]
+    "kind",
+    [
+        "gemma2",
+        "gpt-oss",
+        "bloom",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("falcon", "deepseek-v32")),
+    ],
 )
 def test_unusual_attention_samples_as_transformers_does(kind):
     """Soft-capping and sinks over our cache; where attention cannot be replaced, over transformers' own."""
@@ -246,7 +267,8 @@ FAST, OWN_CACHE = ("qwen3.5", "lfm2", "mamba"), ("minimax", "recurrent-gemma")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in HYBRIDS if n not in OWN_CACHE]
+    "name",
+    [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in HYBRIDS if n not in OWN_CACHE],
 )
 def test_hybrids_sample_as_transformers_does(name):
     """Prompts of one token, of unequal lengths, one of them twice; completions of unequal lengths."""
@@ -281,13 +303,16 @@ def test_in_bfloat16_log_probabilities_are_near(autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = ours(model, temperature=1.5)
         theirs_ = trainer_logps(model, PROMPTS, found, 1.5)
-        difference = torch.cat([torch.tensor(c.logps) - logps for c, logps in zip(found, theirs_, strict=True)]).abs()
+        difference = torch.cat(
+            [torch.tensor(c.logps) - logps for c, logps in zip(found, theirs_, strict=True)]
+        ).abs()
         training_pass(model)
     assert difference.mean() < 0.05 and difference.max() < 0.5
 
 
 def test_growing_rotary_tables_do_not_stop_training():
-    """Dynamic NTK scaling makes new frequencies beyond the length that the model knows; sampling makes no gradients."""
+    """Dynamic NTK scaling makes new frequencies beyond the length that the model knows; sampling makes no
+    gradients."""
     torch.manual_seed(0)
     config = tiny_config("llama")
     config.max_position_embeddings = 16
@@ -298,7 +323,7 @@ def test_growing_rotary_tables_do_not_stop_training():
     assert all(gradient.isfinite().all() for gradient in gradients)
 
 
-# --- the model afterwards -------------------------------------------------------------------------------------------
+# --- the model afterwards -----------------------------------------------------------------------------------
 
 
 def state_of(model) -> dict[str, bool]:

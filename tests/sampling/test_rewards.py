@@ -41,7 +41,7 @@ def user_file(tmp_path, source: str, function: str = "my_reward") -> str:
 CHAT = [{"role": "user", "content": "q"}]
 
 
-# --- exact_number ---------------------------------------------------------------------------------------------------
+# --- exact_number -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,27 @@ CHAT = [{"role": "user", "content": "q"}]
         ("#### 5", "3 + 2. #### 5", 1),
         *(
             ("2", truth, None)
-            for truth in ("1/2", r"\frac{1}{2}", r"\boxed{\sqrt{2}}", "2^3", "x/2", "2:30", "1e2", "2x", "1 or 2")
+            for truth in (
+                "1/2",
+                r"\frac{1}{2}",
+                r"\boxed{\sqrt{2}}",
+                "2^3",
+                "x/2",
+                "2:30",
+                "1e2",
+                "2x",
+                "1 or 2",
+            )
             + ("x + 2", "2*x", "2π", "2²")
         ),
         ("#### Step 2: so\nit is \\boxed{7}", "7", 1),  # the last mark, of whatever kind
         ("Answer: 3+4=7, so \\boxed{7}", "7", 1),
         ("5", "-$5", 0),
         ("-$5", "The answer is -5", 1),
-        *((minus, "5", 0) for minus in (r"Answer: -\$5", r"\boxed{-\$5}", "a loss of -£5", "#### –5", "_-$5_")),
+        *(
+            (minus, "5", 0)
+            for minus in (r"Answer: -\$5", r"\boxed{-\$5}", "a loss of -£5", "#### –5", "_-$5_")
+        ),
         *((dash, "5", 1) for dash in ("- $5", "Left – $5", "---\n$5", "$3 - $5")),
         *((minus, "-€5", 1) for minus in ("-5", "–5", "−€5")),
         ("-.5", "0.5", 0),
@@ -87,7 +100,13 @@ def test_exact_number_compares_the_final_number(completion, answer, wanted):
 
 
 def test_exact_number_reads_gsm8k_and_plain_answers():
-    answers = {"Natalia sold 48/2 = 24 clips in May.\n#### 72": "72", 72: "72", 72.5: "72.5", -0.5: "-0.5", "1,000": "1000"}
+    answers = {
+        "Natalia sold 48/2 = 24 clips in May.\n#### 72": "72",
+        72: "72",
+        72.5: "72.5",
+        -0.5: "-0.5",
+        "1,000": "1000",
+    }
     for answer, number in answers.items():
         assert run("exact_number", [f"#### {number}", "#### 7"], answer=[answer] * 2) == [1, 0]
         assert run("exact_number", ["72", number], answer=["unknown", answer]) == [None, 1]
@@ -98,7 +117,7 @@ def test_exact_number_reads_after_its_mark():
     assert run("exact_number:Answer:", completions, answer=["7"] * 4) == [1, 0, 0, 1]
 
 
-# --- regex and length -----------------------------------------------------------------------------------------------
+# --- regex and length ---------------------------------------------------------------------------------------
 
 
 def test_regex_is_1_where_the_pattern_is_found():
@@ -116,7 +135,10 @@ def test_length_falls_beyond_its_limit():
 @pytest.mark.parametrize(
     ("specs", "says"),
     [
-        *(([spec], f"--reward_funcs {spec}") for spec in ("regex:(", "length:", "length:0", "length:2.5", "length:many")),
+        *(
+            ([spec], f"--reward_funcs {spec}")
+            for spec in ("regex:(", "length:", "length:0", "length:2.5", "length:many")
+        ),
         (["regex:a", "regex:b"], "same name"),
         (["nowhere.py:my_reward"], "no file"),
         (["tests"], "file.py:function"),  # a folder without a model
@@ -158,7 +180,7 @@ def test_rewards_are_named_and_come_in_order():
     assert load_rewards(None, CPU) == []
 
 
-# --- a user's own ---------------------------------------------------------------------------------------------------
+# --- a user's own -------------------------------------------------------------------------------------------
 
 
 def test_a_function_gets_ids_and_every_column():
@@ -236,13 +258,16 @@ def test_a_users_file_may_define_dataclasses(tmp_path):
     assert run(user_file(tmp_path, source), ["a"]) == [1]
 
 
-# --- scoring an evaluation ------------------------------------------------------------------------------------------
+# --- scoring an evaluation ----------------------------------------------------------------------------------
 
 
 def test_evaluations_have_scores_by_name_and_sum():
     """No sum where all functions abstained."""
     rewards = [
-        Reward("count", lambda completion_ids, **_: [len(ids) if len(ids) > 1 else None for ids in completion_ids]),
+        Reward(
+            "count",
+            lambda completion_ids, **_: [len(ids) if len(ids) > 1 else None for ids in completion_ids],
+        ),
         Reward("has_b", lambda completions, **_: [1.0 if "b" in text else None for text in completions]),
     ]
     given = rewards, [{"prompt": "p"}] * 3, ["ab", "ac", "a"], [[1, 2, 0], [1, 0], [1]]
@@ -251,7 +276,7 @@ def test_evaluations_have_scores_by_name_and_sum():
     assert score_by_name([], *given[1:], [1.0]) == {}
 
 
-# --- reward models --------------------------------------------------------------------------------------------------
+# --- reward models ------------------------------------------------------------------------------------------
 
 
 def test_a_reward_model_scores_the_whole_text(tmp_path):
@@ -272,7 +297,9 @@ def test_a_reward_model_scores_the_whole_text(tmp_path):
         completions, wanted = [" seven", " eight", " is is is seven"], []
         for text in completions:
             ids = tokenizer(
-                before + (text.strip() if after else text) + after, add_special_tokens=False, return_tensors="pt"
+                before + (text.strip() if after else text) + after,
+                add_special_tokens=False,
+                return_tensors="pt",
             )
             with torch.no_grad():
                 wanted.append((model.model(**ids).last_hidden_state[0, -1] @ model.score.weight[0]).item())
@@ -280,7 +307,8 @@ def test_a_reward_model_scores_the_whole_text(tmp_path):
         assert found == pytest.approx(wanted, abs=1e-5) and len(set(found)) == 3
     transformers.LlamaForCausalLM(config).save_pretrained(folder)  # its scores would be random
     peft, causal = pytest.importorskip("peft"), transformers.LlamaForCausalLM.from_pretrained(folder)
-    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])  # another module than the head
+    # another module than the head
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     peft.get_peft_model(causal, config).save_pretrained(tmp_path / "adapter")
     for name in ("my_judge", "adapter"):
         with pytest.raises(UserError, match="no head for scores"):
@@ -288,13 +316,17 @@ def test_a_reward_model_scores_the_whole_text(tmp_path):
 
 
 def test_of_several_turns_the_last_is_read():
-    """A number that a tool has said is no answer of the model's; the functions get all messages, and objects themselves."""
+    """A number that a tool has said is no answer of the model's; the functions get all messages, and objects
+    themselves."""
     turns = [{"role": "assistant", "content": "[add 1 2]"}, {"role": "tool", "content": "3"}]
     said = [[*turns, {"role": "assistant", "content": text}] for text in ("I do not know.", "It is 3.")]
     rows, state = [{"prompt": [{"role": "user", "content": "1+2?"}], "answer": "3"}] * 2, [object(), object()]
 
     def seen(prompts, completions, states, **columns):
-        return [float(c == wanted and s is o) for c, wanted, s, o in zip(completions, said, states, state, strict=True)]
+        return [
+            float(c == wanted and s is o)
+            for c, wanted, s, o in zip(completions, said, states, state, strict=True)
+        ]
 
     rewards = [*load_rewards(["exact_number", "regex:3"], CPU), Reward("seen", seen)]
     assert score(rewards, rows, said, [[1], [2]], {"states": state}) == [[0, 1], [0, 1], [1, 1]]
@@ -312,7 +344,9 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
 
 def test_a_function_cannot_change_what_is_trained_on(tmp_path):
     code = "def mine(prompts, completions, completion_ids, **columns):\n"
-    code += "    for given in (prompts, completions, completion_ids, *columns.values()):\n        given.clear()\n"
+    code += (
+        "    for given in (prompts, completions, completion_ids, *columns.values()):\n        given.clear()\n"
+    )
     code += "    return [1.0]\n"
     rows, ids = [{"prompt": list(CHAT), "answer": ["x"]}], [[1, 2]]
     before = copy.deepcopy((rows, ids))
@@ -321,8 +355,10 @@ def test_a_function_cannot_change_what_is_trained_on(tmp_path):
 
 
 def test_children_end_when_told_even_at_birth():
-    """Python forgets a signal that reaches a child before its first line; a pool would wait for it forever."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}  # as a run does
+    """Python forgets a signal that reaches a child before its first line; a pool would wait for it
+    forever."""
+    # as a run does
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for _ in range(20):
             if (child := os.fork()) == 0:
@@ -331,7 +367,8 @@ def test_children_end_when_told_even_at_birth():
             os.kill(child, signal.SIGTERM)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         if (child := os.fork()) == 0:
-            os.kill(os.getpid(), signal.SIGINT)  # as a terminal sends it to all: the run decides what is finished first
+            # as a terminal sends it to all: the run decides what is finished first
+            os.kill(os.getpid(), signal.SIGINT)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     finally:
@@ -341,7 +378,9 @@ def test_children_end_when_told_even_at_birth():
 
 def test_abstentions_count_in_no_mean():
     args, rows = CommonArgs(), [{"prompt": "q"}] * 3
-    assert summarise(args, 0.0, rows, ["a"] * 3, {"f": [None, 1.0, 0.5], "g": [None] * 3})[0] == {"eval_f": 0.75}
+    assert summarise(args, 0.0, rows, ["a"] * 3, {"f": [None, 1.0, 0.5], "g": [None] * 3})[0] == {
+        "eval_f": 0.75
+    }
     of = lambda r: SimpleNamespace(ids=[1], finished=True, rewards=[r], reward=math.nan if r is None else r)  # noqa: E731
     scored = [of(reward) for reward in (1, 1, None, None)]
     found = rollout_metrics(scored, [SimpleNamespace(name="f")], 2)

@@ -1,4 +1,5 @@
-"""Completions from servers: a fake one plays vLLM, right and in every way in which it is known to go wrong."""
+"""Completions from servers: a fake one plays vLLM, right and in every way in which it is known to go
+wrong."""
 
 import copy
 from pathlib import Path
@@ -81,7 +82,9 @@ def plain_logps(model, prompt, ids, temperature=1.0):
     lm = copy.deepcopy(model.lm).double()
     lm.set_attn_implementation("eager")
     with torch.no_grad():
-        logits = lm(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logits = lm(input_ids=torch.tensor([[*prompt, *ids]]), use_cache=False).logits[
+            0, len(prompt) - 1 : -1
+        ]
     return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
@@ -94,12 +97,16 @@ def lines(capsys, word):
     return [line for line in capsys.readouterr().out.splitlines() if word in line]
 
 
-# --- what is right --------------------------------------------------------------------------------------------------
+# --- what is right ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("mode", "drawing"),
-    [("processed_logprobs", {"temperature": 0.7}), ("raw_logprobs", {}), slow("raw_logprobs", {"top_k": 5, "top_p": 0.9})],
+    [
+        ("processed_logprobs", {"temperature": 0.7}),
+        ("raw_logprobs", {}),
+        slow("raw_logprobs", {"top_k": 5, "top_p": 0.9}),
+    ],
 )
 def test_servers_sample_as_the_own_sampler(mode, drawing, connect, fake, model):
     server = fake(mode=mode, keys={request_seed(key): key for key in KEYS})
@@ -133,14 +140,16 @@ def test_a_completion_depends_on_its_key_alone(connect, fake):
     whole = one.sample(PROMPTS, KEYS)
     assert whole == two.sample(PROMPTS, KEYS)
     assert [server.served for server in servers] == [4, 2]  # the completions of a prompt stay together
-    parts = [two.begin(PROMPTS[i : i + 2], KEYS[i : i + 2]) for i in (4, 0, 2)]  # begun at once, in another order
+    # begun at once, in another order
+    parts = [two.begin(PROMPTS[i : i + 2], KEYS[i : i + 2]) for i in (4, 0, 2)]
     last, first, middle = (part.result() for part in parts)
     assert whole == first + middle + last
     assert len({tuple(one.ids) for one in whole}) == len(PROMPTS)
 
 
 def test_weights_are_pushed_before_the_first_rollout(connect, fake, model):
-    """In a resumed run, too, after one that left the server paused and a folder of weights; also if they have not moved."""
+    """In a resumed run, too, after one that left the server paused and a folder of weights; also if they have
+    not moved."""
     server = fake()
     connect(server).sync(7)
     move(model)
@@ -161,7 +170,7 @@ def test_a_seed_is_the_same_in_every_process():
     assert request_seed((1, 2, 3)) == request_seed([1, 2, 3]) == 4987016031672207636 < 2**63
 
 
-# --- what does not fit at the start ---------------------------------------------------------------------------------
+# --- what does not fit at the start -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -177,15 +186,20 @@ def test_a_seed_is_the_same_in_every_process():
 def test_a_server_that_does_not_fit_is_refused(how, said, connect, fake):
     with pytest.raises(UserError) as error:
         connect(fake(**how))
-    command = (
-        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --port 8000 --max-model-len 64 --generation-config vllm"
-    )
+    command = "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --host 127.0.0.1 --port 8000 --max-model-len 64 --generation-config vllm"
     assert said in str(error.value) and f"{command} --logprobs-mode processed_logprobs" in str(error.value)
-    assert command.replace("MODEL", "outputs/sft").replace("64", "768") in Path("docs/rollouts.md").read_text()
+    assert (
+        command.replace("MODEL", "outputs/sft").replace("64", "768") in Path("docs/rollouts.md").read_text()
+    )
 
 
 def test_a_wrong_address_is_one_line(connect, fake):
-    for url in ("localhost:8000", "http://here:8000/v1", "http://me:geheim@127.0.0.1:8000", "http://127.0.0.1:9"):
+    for url in (
+        "localhost:8000",
+        "http://here:8000/v1",
+        "http://me:geheim@127.0.0.1:8000",
+        "http://127.0.0.1:9",
+    ):
         with pytest.raises(UserError, match="--rollout_server") as error:
             connect(url)
         assert "geheim" not in str(error.value)
@@ -210,10 +224,12 @@ def test_the_key_of_the_environment_is_sent_and_never_printed(connect, fake, mon
     connect(fake(key="k")).sync(0)
 
 
-# --- weights --------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("play", ["old cache", *map(slow, ("refuses a reload", "half a reload", "old weights"))])
+@pytest.mark.parametrize(
+    "play", ["old cache", *map(slow, ("refuses a reload", "half a reload", "old weights"))]
+)
 def test_a_server_without_the_weights_is_left_out(play, connect, fake, model, capsys):
     good, bad = fake(), fake(play=play)
     found = connect(bad, good)
@@ -227,7 +243,8 @@ def test_a_server_without_the_weights_is_left_out(play, connect, fake, model, ca
 
 @pytest.mark.parametrize(("dtype", "by", "steps"), [("float32", 5e-5, 2), ("bfloat16", 2e-3, 8)])
 def test_old_weights_show_before_they_are_far(dtype, by, steps, connect, fake, model):
-    """By less than the bound of a probe, all at once or little by little: the server's answer stays what it was."""
+    """By less than the bound of a probe, all at once or little by little: the server's answer stays what it
+    was."""
     found = connect(fake(play="old weights", dtype=dtype))
     with pytest.raises(OutsideError, match="still samples from old weights"):
         for step in range(steps):
@@ -256,7 +273,7 @@ def test_two_runs_do_not_share_a_server(connect, fake):
         one.sample(PROMPTS, KEYS)
 
 
-# --- faults in a rollout --------------------------------------------------------------------------------------------
+# --- faults in a rollout ------------------------------------------------------------------------------------
 
 FAULTS = ("dies in a rollout", "hangs", "aborts", "unknown token", "cuts the prompt")
 
@@ -305,13 +322,16 @@ def test_a_server_that_is_back_samples_again(connect, fake, model, capsys):
 def test_with_none_left_the_run_ends_in_one_line(connect, fake):
     found = connect(fake(play="dies in a rollout"), fake(play="500"))
     found.sync(0)
-    with pytest.raises(OutsideError, match="none is left .*HTTP 500.*start it with: VLLM_SERVER_DEV_MODE=1") as error:
+    with pytest.raises(
+        OutsideError, match="none is left .*HTTP 500.*start it with: VLLM_SERVER_DEV_MODE=1"
+    ) as error:
         found.sample(PROMPTS, KEYS)
     assert "\n" not in str(error.value) and len(str(error.value)) < 2000
 
 
 @pytest.mark.parametrize(
-    ("prompt", "said"), [([3, V], f"Token id {V} is out of vocabulary"), ([3] * 60, "no completion of 12 tokens")]
+    ("prompt", "said"),
+    [([3, V], f"Token id {V} is out of vocabulary"), ([3] * 60, "no completion of 12 tokens")],
 )
 def test_a_request_that_cannot_be_served_is_one_line(prompt, said, connect, fake, model):
     """Also one that a server cuts without a word."""

@@ -1,8 +1,9 @@
-"""GRPO with rollouts from the real vLLM: opt in, because the engine needs an environment of its own (its pins clash with ours).
+"""GRPO with rollouts from the real vLLM: opt in, because the engine needs an environment of its own (its pins
+clash with ours).
 
-CONTRIBUTING.md has the commands. VLLM_PYTHON names the Python of that environment, in which a server is started (a minute or
-two), in float32 on a CPU, with a tiny Llama whose weights are not tied: vLLM's CPU backend keeps a copy of a tied head, which no
-push reaches.
+CONTRIBUTING.md has the commands. VLLM_PYTHON names the Python of that environment, in which a server is
+started (a minute or two), in float32 on a CPU, with a tiny Llama whose weights are not tied: vLLM's CPU
+backend keeps a copy of a tied head, which no push reaches.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(
-        not PYTHON, reason="needs VLLM_PYTHON=/path/to/python of an environment with vllm: see CONTRIBUTING.md"
+        not PYTHON,
+        reason="needs VLLM_PYTHON=/path/to/python of an environment with vllm: see CONTRIBUTING.md",
     ),
 ]
 
@@ -47,17 +49,33 @@ OPTIONS += " --generation-config vllm --logprobs-mode processed_logprobs"
 def files(tmp_path):
     """A model of random weights, heads of 32 as vLLM's CPU attention wants them; prompts; a reward."""
     torch.manual_seed(0)
-    sizes = SIZE | {"vocab_size": 512, "hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 256}
-    sizes |= {"bos_token_id": None, "eos_token_id": 0, "initializer_range": 0.08, "tie_word_embeddings": False}
+    sizes = SIZE | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 256,
+    }
+    sizes |= {
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "initializer_range": 0.08,
+        "tie_word_embeddings": False,
+    }
     config = transformers.LlamaConfig(**sizes)
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.eos_token_id = [0, 2]
     model.save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(ROOT / "data" / "base_model" / name, tmp_path / "model" / name)
-    words = "the dog has four legs and a cat eats nuts in the pond while Tom finds five birds on a bus".split()
-    prompts = [" ".join(words[(i * 7 + j * (i % 3 + 1)) % len(words)] for j in range(4 + i % 9)) for i in range(32)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    words = (
+        "the dog has four legs and a cat eats nuts in the pond while Tom finds five birds on a bus".split()
+    )
+    prompts = [
+        " ".join(words[(i * 7 + j * (i % 3 + 1)) % len(words)] for j in range(4 + i % 9)) for i in range(32)
+    ]
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     (tmp_path / "rewards.py").write_text(REWARD)
     return tmp_path
 
@@ -67,13 +85,24 @@ def server(files):
     """The address of a running vLLM with the model."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(files / "model"), *OPTIONS.split()]
+    command = [
+        PYTHON,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(files / "model"),
+        *OPTIONS.split(),
+    ]
     command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+    }
     del environ["VLLM_PYTHON"]  # vLLM warns of variables of its own that it does not know
     environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with (files / "server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=files, env=environ, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=files, env=environ, stdout=log, stderr=log, start_new_session=True
+        )
     try:
         until = time.monotonic() + START
         while not healthy(url):

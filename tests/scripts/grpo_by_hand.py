@@ -1,6 +1,7 @@
 """GRPO's runs and their steps by hand, in float64: for train_grpo.py and its copies.
 
-What was sampled comes from a reward function, which is given the token ids; the rest from completions.jsonl and metrics.jsonl.
+What was sampled comes from a reward function, which is given the token ids; the rest from completions.jsonl
+and metrics.jsonl.
 """
 
 from dataclasses import dataclass
@@ -50,8 +51,18 @@ def count(completion_ids, **columns):
 def rest(completion_ids, **columns):
     return [sum(ids) % 7 for ids in completion_ids]
 '''
-CHATS = ["What is 3+4?", "Hi", "Eva has 10 figs. She loses 4. How many figs now?", "Which number comes before 14?"]
-TEXTS = ["Question: What is 8-5?\n", "12-5+6+4: ", "Today is Monday. ", "A pond has 3 ducks. 7 come. Now the pond"]
+CHATS = [
+    "What is 3+4?",
+    "Hi",
+    "Eva has 10 figs. She loses 4. How many figs now?",
+    "Which number comes before 14?",
+]
+TEXTS = [
+    "Question: What is 8-5?\n",
+    "12-5+6+4: ",
+    "Today is Monday. ",
+    "A pond has 3 ducks. 7 come. Now the pond",
+]
 
 
 def chat_rows(kinds=("any", "any", "any", "any")):
@@ -77,11 +88,22 @@ class Completion:
         return self.ids[-1] in STOPS
 
 
-def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",), output="out", rollouts_of=None, extra=0):
+def run_grpo(
+    launch,
+    folder,
+    stage,
+    model,
+    *flags,
+    rows=None,
+    rewards=("rating",),
+    output="out",
+    rollouts_of=None,
+    extra=0,
+):
     """Run a script of GRPO's; run.rollouts are its rollouts, each a list of Completion.
 
-    rollouts_of: makes rollouts of what the reward functions were given at each call, (prompt, completion, ids) of each
-    completion, in the order of completions.jsonl. By default each call is a rollout.
+    rollouts_of: makes rollouts of what the reward functions were given at each call, (prompt, completion,
+    ids) of each completion, in the order of completions.jsonl. By default each call is a rollout.
     """
     folder = Path(folder) / f"rewards_{output}"
     folder.mkdir()
@@ -89,7 +111,14 @@ def run_grpo(launch, folder, stage, model, *flags, rows=None, rewards=("rating",
     names = ["--dataset_name", write_rows(folder / "prompts.jsonl", rows or chat_rows())]
     names += ["--reward_funcs", *(f"{folder / 'rewards.py'}:{name}" for name in rewards)]
     names += ["--num_generations", 4] if stage != "ppo" else []
-    names += ["--max_completion_length", LONGEST, "--per_device_train_batch_size", 8, "--learning_rate", "5e-4"]
+    names += [
+        "--max_completion_length",
+        LONGEST,
+        "--per_device_train_batch_size",
+        8,
+        "--learning_rate",
+        "5e-4",
+    ]
     run = watched(launch, stage, model, *names, *flags, output=output, extra=extra)
     longest = int(dict(zip(flags, flags[1:], strict=False)).get("--max_completion_length", LONGEST))
     calls, lines = read_rows(folder / "calls.jsonl"), read_rows(run.output / "completions.jsonl")
@@ -122,7 +151,7 @@ def check_rollouts(run, settings, rollouts, steps):
         assert distance > 1e-3 if step % settings.cycle else distance < 1e-6
 
 
-# --- the same by hand -----------------------------------------------------------------------------------------------
+# --- the same by hand ---------------------------------------------------------------------------------------
 
 
 def combined(rewards, weights):
@@ -133,7 +162,8 @@ def combined(rewards, weights):
 
 
 def wanted_advantages(rollout, s):
-    """Of each completion (2402.03300, eq. 3; 2503.20783 without the division; 2402.14740 and 2501.03262 for the others)."""
+    """Of each completion (2402.03300, eq. 3; 2503.20783 without the division; 2402.14740 and 2501.03262 for
+    the others)."""
     G, weights, scale = s.num_generations, s.reward_weights, s.scale_rewards
     rewards = [combined(c.rewards, weights) for c in rollout]
     everything = [value for value in rewards if value is not None]
@@ -233,27 +263,31 @@ def distance(old, sampler, completion, s):
 
 
 def is_left_out(old, sampler, completion, s):
-    return s.importance_correction == "sequence_mask" and distance(old, sampler, completion, s).sum() > math.log(
-        s.importance_cap
-    )
+    return s.importance_correction == "sequence_mask" and distance(
+        old, sampler, completion, s
+    ).sum() > math.log(s.importance_cap)
 
 
 def entropy_bound(old, rollout, chosen, s):
-    """What a token's entropy has to be at least, among all of the window that are not masked, whatever their advantage."""
+    """What a token's entropy has to be at least, among all of the window that are not masked, whatever their
+    advantage."""
     with torch.no_grad():
         entropies = torch.cat([answer_scores(old, rollout[i], s.temperature)[1] for i in chosen])
     return torch.quantile(entropies, 1 - s.top_entropy_quantile)
 
 
 def window_loss(policy, old, sampler, reference, rollout, window, s):
-    """The loss of a step, with its gradient, and what is logged of the tokens. window: which part of the rollout."""
+    """The loss of a step, with its gradient, and what is logged of the tokens. window: which part of the
+    rollout."""
     advantages = wanted_advantages(rollout, s)
     part = range(window * s.size, (window + 1) * s.size)
     run = [i for i in part if is_trained(rollout[i], s)]
     left_out = {i for i, c in enumerate(rollout) if is_left_out(old, sampler, c, s)}
     trained = [i for i in run if i not in left_out]
     tokens_of_window = sum(len(rollout[i].ids) for i in trained)
-    tokens_of_rollout = sum(len(c.ids) for i, c in enumerate(rollout) if is_trained(c, s) and i not in left_out)
+    tokens_of_rollout = sum(
+        len(c.ids) for i, c in enumerate(rollout) if is_trained(c, s) and i not in left_out
+    )
     bound = entropy_bound(old, rollout, run, s) if s.top_entropy_quantile < 1 else None
     high = s.epsilon if s.epsilon_high is None else s.epsilon_high
     loss, tokens_run, largest = torch.zeros((), dtype=torch.float64), 0, 0.0
@@ -277,7 +311,9 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
             losses = -ratio.detach().clamp(max=high) * A * logps
             clipped = (ratio > high) & (A > 0)
         difference = distance(old, sampler, rollout[i], s)
-        if s.importance_correction != "none" and (s.rollout_ahead or s.importance_correction == "token_truncate"):
+        if s.importance_correction != "none" and (
+            s.rollout_ahead or s.importance_correction == "token_truncate"
+        ):
             losses = losses * difference.exp().clamp(max=s.importance_cap)
             sums["cut"] += (difference > math.log(s.importance_cap)).sum().item()
         if bound is not None:
@@ -312,7 +348,8 @@ def window_loss(policy, old, sampler, reference, rollout, window, s):
 
 
 def check(run, s, steps=None):
-    """Advantages, loss, gradient and metrics of the steps; returns how far the ratios are from 1 on average, step by step."""
+    """Advantages, loss, gradient and metrics of the steps; returns how far the ratios are from 1 on average,
+    step by step."""
     start, distances = exact(run.model), []
     for step in range(len(run.rows)) if steps is None else steps:
         rollout = run.rollouts[step // s.cycle]
@@ -321,19 +358,36 @@ def check(run, s, steps=None):
         assert len(rollout) == s.size * s.steps_per_generation
         wanted = wanted_advantages(rollout, s)
         assert [c.advantage for c in rollout] == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-        assert [c.reward for c in rollout] == pytest.approx([combined(c.rewards, s.reward_weights) for c in rollout])
+        assert [c.reward for c in rollout] == pytest.approx(
+            [combined(c.rewards, s.reward_weights) for c in rollout]
+        )
         policy = run.policy(step)
         sampler = run.policy(max(0, step // s.cycle - s.rollout_ahead) * s.cycle)
-        loss, means = window_loss(policy, old, sampler, start, rollout, step % s.cycle % s.steps_per_generation, s)
+        loss, means = window_loss(
+            policy, old, sampler, start, rollout, step % s.cycle % s.steps_per_generation, s
+        )
         assert run.rows[step]["step"] == step + 1
         # The loss is a sum of parts that cancel.
         assert run.rows[step]["loss"] == pytest.approx(loss.item(), rel=3e-4, abs=3e-5)
         assert_gradient(run.grads[step], gradient_of(policy, loss))
-        logged = {"entropy": means["entropy"], "clip_ratio/low_mean": means["low"], "clip_ratio/high_mean": means["high"]}
-        logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | ({"kl": means["kl"]} if s.beta else {})
+        logged = {
+            "entropy": means["entropy"],
+            "clip_ratio/low_mean": means["low"],
+            "clip_ratio/high_mean": means["high"],
+        }
+        logged |= {"clip_ratio/region_mean": means["low"] + means["high"]} | (
+            {"kl": means["kl"]} if s.beta else {}
+        )
         assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
-        logged = {"sampling/logp_difference": means["difference"], "sampling/logp_difference_max": means["largest"]}
-        logged |= {"sampling/importance_clipped": means["cut"]} if s.importance_correction == "token_truncate" else {}
+        logged = {
+            "sampling/logp_difference": means["difference"],
+            "sampling/logp_difference_max": means["largest"],
+        }
+        logged |= (
+            {"sampling/importance_clipped": means["cut"]}
+            if s.importance_correction == "token_truncate"
+            else {}
+        )
         assert_metrics(run.rows[step], logged, rel=1e-3, abs=1e-4)
         distances.append(means["ratio"])
     return distances

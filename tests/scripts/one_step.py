@@ -1,8 +1,9 @@
 """What the tests of the scripts share: a run that is watched from outside, and the same numbers in float64.
 
-Nothing here imports the project's code. A run is seen through the files that it writes and through the weights and gradients
-that reach `torch.optim.AdamW.step`; what they should be is computed by transformers in float64, one sequence at a time,
-without padding, batches or shared beginnings, from the formulas of the papers.
+Nothing here imports the project's code. A run is seen through the files that it writes and through the
+weights and gradients that reach `torch.optim.AdamW.step`; what they should be is computed by transformers in
+float64, one sequence at a time, without padding, batches or shared beginnings, from the formulas of the
+papers.
 """
 
 from dataclasses import dataclass, field
@@ -19,11 +20,22 @@ from tests.conftest import read_rows, train_metrics
 from tests.scripts.texts import tokenizer
 
 # Every step is one line of the metrics, and the gradient reaches AdamW as it is.
-PLAIN = ["--logging_steps", "1", "--eval_steps", "0", "--save_steps", "0", "--num_samples", "0", "--max_grad_norm", "0"]
+PLAIN = [
+    "--logging_steps",
+    "1",
+    "--eval_steps",
+    "0",
+    "--save_steps",
+    "0",
+    "--num_samples",
+    "0",
+    "--max_grad_norm",
+    "0",
+]
 PLAIN += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--dataset_num_proc", "1"]
 
 
-# --- models ---------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 SMALL = {"vocab_size": 512, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
 LLAMA = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -47,7 +59,9 @@ KINDS = {
         **LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
     ),
     # No attention: it is called on padded batches, and sampled without a cache.
-    "rwkv": lambda: transformers.RwkvConfig(**SMALL, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2),
+    "rwkv": lambda: transformers.RwkvConfig(
+        **SMALL, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2
+    ),
     # Layers that carry a state along a sequence, beside attention.
     "lfm2": lambda: transformers.Lfm2Config(**LLAMA, layer_types=["conv", "full_attention"]),
 }
@@ -57,8 +71,8 @@ DROPOUT = ("gpt2", "llama_attention", "opt")
 def make_model(folder: Path, kind: str = "llama", *, stops: float = 1.0, **settings: Any) -> str:
     """A tiny random model with the tokenizer of data/base_model, in which no two parameters are alike.
 
-    stops: how much larger than others the rows of the LM head are that write a stop token: above 1 it is sampled often.
-    settings: of its config.
+    stops: how much larger than others the rows of the LM head are that write a stop token: above 1 it is
+    sampled often. settings: of its config.
     """
     generator = torch.Generator().manual_seed(7)
     config = KINDS[kind]()
@@ -88,15 +102,17 @@ def exact(model: str | Path, weights: dict[str, torch.Tensor] | None = None) -> 
     return lm
 
 
-# --- a run, watched -------------------------------------------------------------------------------------------------
+# --- a run, watched -----------------------------------------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """What a run left behind, and for each of its steps the weights before it and the gradients, by the parameters' names."""
+    """What a run left behind, and for each of its steps the weights before it and the gradients, by the
+    parameters' names."""
 
     model: str
-    extra: int = 0  # tensors that are trained and are none of the model's: "extra.0", ... in the optimizer's order
+    # tensors that are trained and are none of the model's: "extra.0", ... in the optimizer's order
+    extra: int = 0
     output: Path = Path()
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     grads: list[dict[str, torch.Tensor]] = field(default_factory=list)
@@ -121,7 +137,8 @@ class Run:
 
     def _record(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not self._names:  # before the first update the weights are those of the file, by which their names are known
+        # before the first update the weights are those of the file, by which their names are known
+        if not self._names:
             start = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32)
             for name, value in start.named_parameters():
                 same = [p for p in parameters if p.shape == value.shape and torch.equal(p.detach(), value)]
@@ -133,7 +150,9 @@ class Run:
         named = {self._names[id(parameter)]: parameter for parameter in parameters}
         self.weights.append({name: p.detach().clone() for name, p in named.items()})
         zero = torch.zeros(())
-        self.grads.append({name: (zero.expand(p.shape) if p.grad is None else p.grad).clone() for name, p in named.items()})
+        self.grads.append(
+            {name: (zero.expand(p.shape) if p.grad is None else p.grad).clone() for name, p in named.items()}
+        )
 
 
 def watched(launch: Any, stage: str, model: str, *flags: Any, output: str = "out", extra: int = 0) -> Run:
@@ -150,17 +169,21 @@ def watched(launch: Any, stage: str, model: str, *flags: Any, output: str = "out
     return run
 
 
-# --- the same in float64 --------------------------------------------------------------------------------------------
+# --- the same in float64 ------------------------------------------------------------------------------------
 
 
 def logits_of(lm: Any, ids: list[int]) -> torch.Tensor:
     """Of one sequence of n tokens: (n, V)."""
-    return lm(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long)).logits[0]
+    return lm(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long)).logits[
+        0
+    ]
 
 
-def token_scores(lm: Any, ids: list[int], temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one sequence of n tokens, for all but the first: log-probability, entropy of its distribution, and whether it was
-    the most probable one: (n-1,) each."""
+def token_scores(
+    lm: Any, ids: list[int], temperature: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one sequence of n tokens, for all but the first: log-probability, entropy of its distribution, and
+    whether it was the most probable one: (n-1,) each."""
     logits = logits_of(lm, ids)[:-1] / temperature
     logps = logits.log_softmax(-1)
     targets = torch.tensor(ids[1:])
@@ -168,12 +191,18 @@ def token_scores(lm: Any, ids: list[int], temperature: float = 1.0) -> tuple[tor
     return logps.gather(-1, targets[:, None])[:, 0], entropy, (logits.argmax(-1) == targets).double()
 
 
-def nll_window(lm: Any, sequences: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Cross-entropy over the trained tokens of (ids, mask) sequences, with its gradient, and what a script logs of it."""
+def nll_window(
+    lm: Any, sequences: list[tuple[list[int], list[int]]]
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Cross-entropy over the trained tokens of (ids, mask) sequences, with its gradient, and what a script
+    logs of it."""
     sums, count = [torch.zeros((), dtype=torch.float64) for _ in range(3)], 0
     for ids, mask in sequences:
         weights = torch.tensor(mask[1:], dtype=torch.float64)  # nothing stands before the first token
-        sums = [total + (values * weights).sum() for total, values in zip(sums, token_scores(lm, ids), strict=True)]
+        sums = [
+            total + (values * weights).sum()
+            for total, values in zip(sums, token_scores(lm, ids), strict=True)
+        ]
         count += int(weights.sum())
     loss, entropy, accuracy = -sums[0] / count, sums[1] / count, sums[2] / count
     values = {"loss": loss.item(), "entropy": entropy.item(), "mean_token_accuracy": accuracy.item()}
@@ -205,9 +234,11 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return norm({name: one[name].double() - other[name] for name in one}) / max(norm(one), norm(other))
 
 
-def assert_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], scale: float | None = None) -> None:
-    """Float32 gradients are those of float64, together and parameter by parameter. scale: the size that errors are compared
-    with, where the gradient itself may cancel to nothing."""
+def assert_gradient(
+    found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], scale: float | None = None
+) -> None:
+    """Float32 gradients are those of float64, together and parameter by parameter. scale: the size that
+    errors are compared with, where the gradient itself may cancel to nothing."""
     assert found.keys() == wanted.keys()
     total = scale or norm(wanted)
     assert total > 1e-6, "a gradient of 0 proves nothing"
@@ -218,27 +249,36 @@ def assert_gradient(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
         assert error < 2e-3 * wanted[name].norm().item() + 3e-5 * total, f"{name}: error {error:.3g}"
 
 
-def assert_metrics(row: dict[str, Any], wanted: dict[str, float], rel: float = 1e-4, abs: float = 1e-5) -> None:
+def assert_metrics(
+    row: dict[str, Any], wanted: dict[str, float], rel: float = 1e-4, abs: float = 1e-5
+) -> None:
     assert {name: row.get(name) for name in wanted} == pytest.approx(wanted, rel=rel, abs=abs)
 
 
-def assert_step(run: Run, step: int, lm: Any, loss: torch.Tensor, logged: dict[str, float], **tolerance: float) -> None:
-    """A step (from 0) has these metrics and the gradient of this loss. lm: the model before it, in float64."""
+def assert_step(
+    run: Run, step: int, lm: Any, loss: torch.Tensor, logged: dict[str, float], **tolerance: float
+) -> None:
+    """A step (from 0) has these metrics and the gradient of this loss. lm: the model before it, in
+    float64."""
     assert_metrics(run.rows[step], logged, **tolerance)
     assert_gradient(run.grads[step], gradient_of(lm, loss))
 
 
 def assert_nll_step(run: Run, lm: Any, sequences: list[tuple[list[int], list[int]]], **more: float) -> None:
-    """The first step is that of the trained tokens of these sequences. more: metrics beside those of its loss."""
+    """The first step is that of the trained tokens of these sequences. more: metrics beside those of its
+    loss."""
     loss, values = nll_window(lm, sequences)
     assert_step(run, 0, lm, loss, values | more)
 
 
 def adamw_update(
-    weights: list[dict[str, torch.Tensor]], grads: list[dict[str, torch.Tensor]], rates: list[float], **settings: float
+    weights: list[dict[str, torch.Tensor]],
+    grads: list[dict[str, torch.Tensor]],
+    rates: list[float],
+    **settings: float,
 ) -> dict[str, torch.Tensor]:
-    """The weights after the given steps of AdamW (arXiv 1711.05101, algorithm 2), from those before the first one, in
-    float64; matrices decay, vectors do not."""
+    """The weights after the given steps of AdamW (arXiv 1711.05101, algorithm 2), from those before the first
+    one, in float64; matrices decay, vectors do not."""
     beta1, beta2, epsilon, decay = (settings[name] for name in ("beta1", "beta2", "epsilon", "weight_decay"))
     result = {}
     for name, start in weights[0].items():
@@ -255,24 +295,38 @@ def adamw_update(
 
 # Settings of AdamW none of which is the default of a script.
 ADAMW = ["--adam_beta1", "0.8", "--adam_beta2", "0.7", "--adam_epsilon", "1e-3", "--weight_decay", "0.5"]
-ADAMW += ["--lr_scheduler_type", "linear", "--learning_rate", "3e-3", "--min_lr_ratio", "0.1", "--warmup_steps", "2"]
+ADAMW += [
+    "--lr_scheduler_type",
+    "linear",
+    "--learning_rate",
+    "3e-3",
+    "--min_lr_ratio",
+    "0.1",
+    "--warmup_steps",
+    "2",
+]
 
 
 def assert_adamw(run: Run) -> None:
-    """A few steps with the flags ADAMW: the rates, which rise for two steps and then fall to a tenth where the run ends, and
-    the weights before the last step."""
+    """A few steps with the flags ADAMW: the rates, which rise for two steps and then fall to a tenth where
+    the run ends, and the weights before the last step."""
     rates, last = [row["learning_rate"] for row in run.rows], len(run.rows) - 1
     falling = [3e-3 * (1 - 0.9 * step / (last - 1)) for step in range(last - 1)]
     assert rates == pytest.approx([1.5e-3, 3e-3, *falling])
-    wanted = adamw_update(run.weights, run.grads, rates[:last], beta1=0.8, beta2=0.7, epsilon=1e-3, weight_decay=0.5)
+    wanted = adamw_update(
+        run.weights, run.grads, rates[:last], beta1=0.8, beta2=0.7, epsilon=1e-3, weight_decay=0.5
+    )
     for name, value in wanted.items():
         torch.testing.assert_close(run.weights[last][name].double(), value, rtol=1e-4, atol=1e-6)
     assert max((run.weights[last][name] - run.weights[0][name]).abs().max().item() for name in wanted) > 1e-4
 
 
 def assert_clipped(run: Run, free: Run, limit: float) -> None:
-    """With --max_grad_norm the first gradient is that of the free run, scaled to the limit; the metric is the norm before."""
+    """With --max_grad_norm the first gradient is that of the free run, scaled to the limit; the metric is the
+    norm before."""
     size = norm(free.grads[0])
     assert size > limit and run.rows[0]["grad_norm"] == pytest.approx(size, rel=1e-4)
     assert free.rows[0]["grad_norm"] == pytest.approx(size, rel=1e-4)
-    assert_gradient(run.grads[0], {name: value.double() * limit / size for name, value in free.grads[0].items()})
+    assert_gradient(
+        run.grads[0], {name: value.double() * limit / size for name, value in free.grads[0].items()}
+    )

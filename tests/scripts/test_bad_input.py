@@ -7,18 +7,19 @@ import pytest
 
 from tests.conftest import read_metrics, teacher, write_rows
 
-CHAT = {"messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]}
+CHAT = {
+    "messages": [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": "Answer: 2"}]
+}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
 LABELLED = {"prompt": "1+1=", "completion": "2", "label": True}
 LONG = {"messages": [{"role": "user", "content": "1+1=2. " * 200}, CHAT["messages"][1]]}
 MODEL = "--model_name_or_path data/base_model --eval_steps 0"
-SFT = (
-    f"--config data/configs/sft.yaml {MODEL} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1"
-)
+SFT = f"--config data/configs/sft.yaml {MODEL} --max_steps 2 --per_device_train_batch_size 2 --save_steps 0 --logging_steps 1"
 DPO = f"{MODEL} --dataset_name data/dpo --max_steps 2"
 GRPO = f"--config data/configs/grpo.yaml {MODEL} --max_steps 1 --per_device_train_batch_size 8"
 ONE = f"{GRPO} --reward_weights 1 --reward_funcs"
-DISTILL = f"{MODEL} --max_steps 1 --lmbda 0.5 --teacher_model_name_or_path TEACHER"  # whose folder is another each time
+# whose folder is another each time
+DISTILL = f"{MODEL} --max_steps 1 --lmbda 0.5 --teacher_model_name_or_path TEACHER"
 REWARDS = """
 def fails(completions, **kw): return [1 / 0 for _ in completions]
 def short(completions, **kw): return [1.0]
@@ -38,7 +39,11 @@ TABLE = [
     ("sft", f"{SFT} --dataset_name columns.jsonl", "columns.jsonl:1"),
     ("sft", f"{SFT} --dataset_name questions.jsonl", "questions"),
     ("sft", f"{SFT} --dataset_name data/sft --dataset_streaming --max_steps -1", "--max_steps"),
-    ("sft", f"{SFT} --dataset_name data/sft data/grpo --dataset_streaming --max_steps 1", "--dataset_weights"),
+    (
+        "sft",
+        f"{SFT} --dataset_name data/sft data/grpo --dataset_streaming --max_steps 1",
+        "--dataset_weights",
+    ),
     ("sft", f"{SFT} --model_name_or_path no/such-model", "no/such-model"),
     ("sft", f"{SFT} --dataset_name no/such-data", "no file or folder here"),
     ("pretrain", "--dataset_name texts.jsonl --use_peft --max_length 64", "--model_name_or_path"),
@@ -59,7 +64,8 @@ TABLE = [
     ("online_dpo", "--per_device_train_batch_size 3", "even batches"),
     ("kto", f"{MODEL} --dataset_name pairs.jsonl", "label"),
     ("kto", f"{MODEL} --per_device_train_batch_size 1", "--per_device_train_batch_size"),
-    ("kto", f"{MODEL} --dataset_name labelled.jsonl --eval_fraction 0", "more rows"),  # it would be its own mismatched pair
+    # it would be its own mismatched pair
+    ("kto", f"{MODEL} --dataset_name labelled.jsonl --eval_fraction 0", "more rows"),
     ("reward", f"{MODEL} --dataset_name pairs.jsonl --objective regression", "messages"),
     ("reward", f"{MODEL} --dataset_name labelled.jsonl", "prompt + chosen + rejected"),
     ("reward", f"{MODEL} --dataset_name pairs.jsonl --use_peft", "--merge_lora"),
@@ -67,7 +73,11 @@ TABLE = [
     ("distill", f"{DISTILL} --teacher_model_name_or_path nowhere --lmbda 1", "nowhere"),
     ("distill", f"{DISTILL} --dataset_name data/grpo", "'prompt'"),
     ("distill", f"{DISTILL} --dataset_name data/sft --system_prompt Short", "--system_prompt"),
-    ("rft", f"{MODEL} --max_completion_length 4 --max_train_samples 4 --reward_threshold 9", "--reward_threshold"),
+    (
+        "rft",
+        f"{MODEL} --max_completion_length 4 --max_train_samples 4 --reward_threshold 9",
+        "--reward_threshold",
+    ),
 ]
 
 
@@ -89,7 +99,9 @@ def files(tmp_path):
     return words
 
 
-@pytest.mark.parametrize(("stage", "text", "named"), TABLE, ids=[f"{stage} {text[-40:]}" for stage, text, _ in TABLE])
+@pytest.mark.parametrize(
+    ("stage", "text", "named"), TABLE, ids=[f"{stage} {text[-40:]}" for stage, text, _ in TABLE]
+)
 def test_a_mistake_is_one_line_that_names_it(stage, text, named, launch, files):
     with pytest.raises(UserError) as error:
         launch(stage, *files(text))
@@ -113,7 +125,11 @@ def test_a_launch_that_is_not_what_it_seems_is_refused(named, launch, monkeypatc
 
 UNUSABLE = {  # flags, a good row, and bad ones
     "sft": (SFT, CHAT, [{"messages": CHAT["messages"][:1]}, LONG]),
-    "kto": ("--loss_type apo_zero_unpaired", LABELLED, [LABELLED | {"label": "good"}, LABELLED | {"completion": ""}]),
+    "kto": (
+        "--loss_type apo_zero_unpaired",
+        LABELLED,
+        [LABELLED | {"label": "good"}, LABELLED | {"completion": ""}],
+    ),
     "reward": ("--max_length 100", PAIR, [PAIR | {"margin": "wide"}, PAIR | {"chosen": "2 " * 99}]),
     "distill": (f"{DISTILL} --max_completion_length 4", CHAT, [{"messages": CHAT["messages"][:1]}]),
 }
@@ -130,4 +146,6 @@ def test_rows_that_cannot_be_used_are_left_out_and_counted(stage, launch, files,
     assert len([row for row in read_metrics(output) if "loss" in row]) == 2
     if stage != "distill":
         (source,) = json.loads((output / "dataset.json").read_text())["sources"]
-        assert source["examples"] == 2 and sum(found["count"] for found in source["dropped"].values()) == len(bad)
+        assert source["examples"] == 2 and sum(found["count"] for found in source["dropped"].values()) == len(
+            bad
+        )

@@ -1,4 +1,5 @@
-"""The demo data: reproducible, and free of held-out chains by a reading of its text that the generator has no part in."""
+"""The demo data: reproducible, and free of held-out chains by a reading of its text that the generator has no
+part in."""
 
 from collections.abc import Iterator
 import hashlib
@@ -15,9 +16,14 @@ DATA = ROOT / "data"
 GENERATED = [
     *(f"pretrain/{split}.txt" for split in ["train", "validation"]),
     *(f"{stage}/{s}.jsonl" for stage in ["sft", "dpo", "grpo", "grpo_zero"] for s in ["train", "validation"]),
-    *(f"prompts/{form}_{split}.jsonl" for form in ["chat", "base", "zero"] for split in ["validation", "test"]),
+    *(
+        f"prompts/{form}_{split}.jsonl"
+        for form in ["chat", "base", "zero"]
+        for split in ["validation", "test"]
+    ),
 ]
-# A story and a working in symbols, one after the other: `has 3 nuts. He finds 2.` and `3+2=5. 5-1=4.` are 3+2 and 3+2-1.
+# A story and a working in symbols, one after the other: `has 3 nuts. He finds 2.` and `3+2=5. 5-1=4.` are 3+2
+# and 3+2-1.
 IN_SYMBOLS = [
     (r"has (\d+) \w+\.", r"\1"),
     (r" (?:He|She) (?:finds|gets|buys) (\d+)\.", r"+\1"),
@@ -75,7 +81,9 @@ def test_running_the_generator_again_writes_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_no_file_contains_a_chain_of_a_later_split(name):
-    later = {"test": set(), "validation": {"test"}}.get(Path(name).stem.split("_")[-1], {"validation", "test"})
+    later = {"test": set(), "validation": {"test"}}.get(
+        Path(name).stem.split("_")[-1], {"validation", "test"}
+    )
     found = [(chain, text) for text in texts_of(name) for chain in chains_in(text)]
     assert len(found) > 100
     assert [(chain, text) for chain, text in found if later & set(map(split_of, parts(chain)))][:3] == []

@@ -1,4 +1,5 @@
-"""experiments/train_distill.py against float64: whose completions, how far from the teacher, and that logits come in chunks."""
+"""experiments/train_distill.py against float64: whose completions, how far from the teacher, and that logits
+come in chunks."""
 
 from common.errors import UserError
 from common.model.fused_head import HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
@@ -22,13 +23,15 @@ def rows():
 
 @pytest.fixture(scope="module")
 def models(model, tmp_path_factory):
-    """The student, and a teacher of another architecture, with the same tokens in a vocabulary that is padded to more."""
+    """The student, and a teacher of another architecture, with the same tokens in a vocabulary that is padded
+    to more."""
     return model, make_model(tmp_path_factory.mktemp("models") / "teacher", "qwen3", vocab_size=520)
 
 
 @pytest.fixture
 def distill(launch, models, tmp_path, monkeypatch):
-    """distill(*flags): the run; run.rollouts: what each step trains on, run.chunks: the rows of all logits that were there."""
+    """distill(*flags): the run; run.rollouts: what each step trains on, run.chunks: the rows of all logits
+    that were there."""
 
     def start(*flags, data=None, output="out", student=models[0]):
         made, measured, rollouts, chunks = script.make_window, script.generalized_jsd, [], []
@@ -41,7 +44,12 @@ def distill(launch, models, tmp_path, monkeypatch):
             chunks.append(max(len(logits), len(teacher_logits)))
             return measured(logits, teacher_logits, beta)
 
-        words = ["--dataset_name", write_rows(tmp_path / f"{output}.jsonl", data or rows()), "--learning_rate", "2e-3"]
+        words = [
+            "--dataset_name",
+            write_rows(tmp_path / f"{output}.jsonl", data or rows()),
+            "--learning_rate",
+            "2e-3",
+        ]
         words += ["--teacher_model_name_or_path", models[1], "--per_device_train_batch_size", 4]
         words += ["--gradient_accumulation_steps", 2, "--max_completion_length", LONGEST]
         with monkeypatch.context() as patch:
@@ -56,7 +64,7 @@ def distill(launch, models, tmp_path, monkeypatch):
     return start
 
 
-# --- the same by hand -----------------------------------------------------------------------------------------------
+# --- the same by hand ---------------------------------------------------------------------------------------
 
 
 def next_logps(lm, prompt, ids, temperature):
@@ -69,8 +77,8 @@ def kl(p, q):
 
 
 def window_loss(policy, teacher, rollout, beta, temperature, shown=None):
-    """The loss (2306.13649), and its means over what was sampled and what is the data's. shown: of each prompt, what the
-    teacher reads instead."""
+    """The loss (2306.13649), and its means over what was sampled and what is the data's. shown: of each
+    prompt, what the teacher reads instead."""
     parts = {True: [], False: []}
     for prompt, ids, _, sampled in rollout:
         s = next_logps(policy, prompt, ids, temperature)
@@ -93,7 +101,8 @@ CASES = [(0.3, 0.35), pytest.param(1.0, 1.0, marks=SLOW), pytest.param(0.0, 0.0,
 
 @pytest.mark.parametrize(("beta", "lmbda"), CASES)
 def test_a_step_is_that_of_the_paper(beta, lmbda, distill, models):
-    """A share of sampled completions among those of the data, at a temperature; the logits are never all there."""
+    """A share of sampled completions among those of the data, at a temperature; the logits are never all
+    there."""
     run = distill("--beta", beta, "--lmbda", lmbda, "--temperature", 0.7, "--max_steps", 3)
     teacher, data = exact(models[1]), {}
     for question, answer in zip(CHATS, ANSWERS, strict=True):
@@ -104,7 +113,9 @@ def test_a_step_is_that_of_the_paper(beta, lmbda, distill, models):
         loss, logged = window_loss(policy, teacher, rollout, beta, 0.7)
         assert_step(run, step, policy, loss, {"loss": loss.item()} | logged, rel=3e-4)
         assert not {"loss/sampled", "loss/data"} & run.rows[step].keys() - logged.keys()
-        for (prompt, ids, finished, is_sampled), line in zip(rollout, lines[step * 8 : step * 8 + 8], strict=True):
+        for (prompt, ids, finished, is_sampled), line in zip(
+            rollout, lines[step * 8 : step * 8 + 8], strict=True
+        ):
             assert (line["finished"], line["sampled"]) == (finished, is_sampled)
             assert line["completion"] == tokenizer().decode(ids, skip_special_tokens=True)
             assert is_sampled or ids == data[tuple(prompt)][:LONGEST]
@@ -115,7 +126,8 @@ def test_a_step_is_that_of_the_paper(beta, lmbda, distill, models):
 
 
 def test_a_teacher_need_not_know_the_padding_of_the_student_s_vocabulary(distill, models, tmp_path):
-    """Qwen2.5's vocabulary has 151,936 tokens in small models and 152,064 in large ones, for one tokenizer."""
+    """Qwen2.5's vocabulary has 151,936 tokens in small models and 152,064 in large ones, for one
+    tokenizer."""
     padded = make_model(tmp_path / "padded", vocab_size=700)
     run = distill("--teacher_model_name_or_path", models[0], "--max_steps", 1, student=padded)
     assert max(token for _, ids, *_ in run.rollouts[0] for token in ids) >= 512
@@ -145,7 +157,7 @@ def test_prompts_alone_will_do_where_all_is_sampled(distill):
     assert all(sampled for *_, sampled in run.rollouts[0])
 
 
-# --- self-distillation ----------------------------------------------------------------------------------------------
+# --- self-distillation --------------------------------------------------------------------------------------
 
 
 def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, model, tmp_path, monkeypatch):
@@ -164,14 +176,22 @@ def test_the_teacher_of_self_distillation_has_seen_the_demonstration(launch, mod
     longer = chat("Hi", "Hello!", "How much is 9-4-1?", "4")
     data = write_rows(tmp_path / "rows.jsonl", [*rows(), {"messages": longer}, *bad])
     words = ["--dataset_name", data, "--per_device_train_batch_size", 4, "--max_steps", 3]
-    words += ["--gradient_accumulation_steps", 2, "--max_completion_length", LONGEST, "--learning_rate", "2e-3"]
+    words += [
+        "--gradient_accumulation_steps",
+        2,
+        "--max_completion_length",
+        LONGEST,
+        "--learning_rate",
+        "2e-3",
+    ]
     run = watched(launch, "self_distill", model, *words, "--lmbda", 0.5, "--beta", 0.4, "--temperature", 0.7)
     shown = {
         tuple(prompt_ids(chat(question))): prompt_ids(chat(question, answer, question))
         for question, answer in zip(CHATS, ANSWERS, strict=True)
     }
     shown[tuple(prompt_ids(longer[:-1]))] = prompt_ids([*longer, longer[-2]])
-    for step, rollout in enumerate(rollouts):  # of the rows that have a question and its answer, and are not too long
+    # of the rows that have a question and its answer, and are not too long
+    for step, rollout in enumerate(rollouts):
         policy = run.policy(step)
         loss, logged = window_loss(policy, exact(model), rollout, 0.4, 0.7, shown)
         assert len(logged) == 2

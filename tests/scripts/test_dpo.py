@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from tests.conftest import write_rows
-from tests.scripts.one_step import DROPOUT, assert_metrics, assert_step, exact, make_model, token_scores, watched
+from tests.scripts.one_step import (
+    DROPOUT,
+    assert_metrics,
+    assert_step,
+    exact,
+    make_model,
+    token_scores,
+    watched,
+)
 from tests.scripts.texts import END, HELD_OUT_PAIRS, PAIRS, chat, ids_of, pair_rows, prompt_ids, tokenizer
 
 TEXTS = [
@@ -16,9 +24,11 @@ TEXTS = [
 
 
 def chat_pairs(chats):
-    """Each pair as two times (ids, tokens of the prompt, tokens that are trained): answer and end of turn; the line break
-    that the template writes after it is read by no one."""
-    found = [(prompt_ids(chat(*turns)), [ids_of(answer + END) for answer in answers]) for turns, *answers in chats]
+    """Each pair as two times (ids, tokens of the prompt, tokens that are trained): answer and end of turn;
+    the line break that the template writes after it is read by no one."""
+    found = [
+        (prompt_ids(chat(*turns)), [ids_of(answer + END) for answer in answers]) for turns, *answers in chats
+    ]
     return [[(before + answer, len(before), len(answer)) for answer in answers] for before, answers in found]
 
 
@@ -37,12 +47,22 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pairs")
     write_rows(folder / "chats.jsonl", pair_rows(PAIRS))
     write_rows(folder / "held_out.jsonl", pair_rows(HELD_OUT_PAIRS))
-    write_rows(folder / "texts.jsonl", [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in TEXTS])
+    write_rows(
+        folder / "texts.jsonl",
+        [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in TEXTS],
+    )
     return folder
 
 
 def dpo(launch, data, model, *flags, batch=4, output="out"):
-    names = ["--dataset_name", data / "chats.jsonl", "--per_device_train_batch_size", batch, "--learning_rate", "3e-3"]
+    names = [
+        "--dataset_name",
+        data / "chats.jsonl",
+        "--per_device_train_batch_size",
+        batch,
+        "--learning_rate",
+        "3e-3",
+    ]
     return watched(launch, "dpo", model, *names, *flags, output=output)
 
 
@@ -52,7 +72,9 @@ def log_sigmoid(x):
 
 def answer_logps(lm, pairs):
     """log π of chosen and of rejected, sums over the answers' tokens: (B, 2)."""
-    sums = [token_scores(lm, ids)[0][start - 1 : start - 1 + n].sum() for pair in pairs for ids, start, n in pair]
+    sums = [
+        token_scores(lm, ids)[0][start - 1 : start - 1 + n].sum() for pair in pairs for ids, start, n in pair
+    ]
     return torch.stack(sums).view(-1, 2)
 
 
@@ -60,20 +82,26 @@ def preference_losses(loss_type, sums, ref, tokens, *, beta=0.1, label_smoothing
     """Losses (B,) and the implicit rewards (B, 2), by the papers (all others: tests/test_losses.py)."""
     ratio, mean = sums - ref, sums / tokens
     if loss_type == "ipo":  # 2310.12036, eq. 17, of means over tokens
-        return ((ratio / tokens).mv(torch.tensor([1.0, -1.0]).double()) - 1 / (2 * beta)) ** 2, beta * ratio.detach()
+        return (
+            (ratio / tokens).mv(torch.tensor([1.0, -1.0]).double()) - 1 / (2 * beta)
+        ) ** 2, beta * ratio.detach()
     if loss_type == "bco_pair":  # 2404.04656, without its shift
         return -log_sigmoid(beta * ratio[:, 0]) - log_sigmoid(-beta * ratio[:, 1]), beta * ratio.detach()
     if loss_type == "orpo":  # 2403.07691, eq. 7, with λ = beta
         odds = mean.exp() / (1 - mean.exp())
         return -beta * log_sigmoid(torch.log(odds[:, 0] / odds[:, 1])), beta * mean.detach()
     # 2305.18290, eq. 7, cDPO; 2405.14734, eq. 6, of means over tokens and with a margin
-    rewards, gamma = beta * (mean if loss_type == "simpo" else ratio), simpo_gamma if loss_type == "simpo" else 0.0
+    rewards, gamma = (
+        beta * (mean if loss_type == "simpo" else ratio),
+        simpo_gamma if loss_type == "simpo" else 0.0,
+    )
     x = rewards[:, 0] - rewards[:, 1] - gamma
     return -(1 - label_smoothing) * log_sigmoid(x) - label_smoothing * log_sigmoid(-x), rewards.detach()
 
 
 def window(policy, reference, pairs, loss_type="sigmoid", sft_weight=0.0, **settings):
-    """The loss of a step on all these pairs, with its gradient; what is logged of it; and its losses without the SFT term."""
+    """The loss of a step on all these pairs, with its gradient; what is logged of it; and its losses without
+    the SFT term."""
     tokens = torch.tensor([[n for *_, n in pair] for pair in pairs]).double()
     sums = answer_logps(policy, pairs)
     with torch.no_grad():
@@ -116,7 +144,8 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_that_of_its_paper(name, launch, data, model):
-    """At the start, and two large updates later, when the policy is far from the reference; orpo brings its SFT term."""
+    """At the start, and two large updates later, when the policy is far from the reference; orpo brings its
+    SFT term."""
     loss_type, settings = name.split(",")[0], LOSSES[name]
     given = {k: v for k, v in settings.items() if name != "orpo" or k != "sft_weight"}
     flags = [word for key, value in given.items() for word in (f"--{key}", value)]
@@ -134,13 +163,16 @@ def test_several_losses_are_added_up_by_their_weights(launch, data, model):
         policy = start if step == 0 else run.policy(step)
         terms = [window(policy, start, LAID_OUT, loss_type=name, beta=0.3) for name in weights]
         loss = sum(weight * term[0] for weight, term in zip(weights.values(), terms, strict=True))
-        loss = loss + 0.7 * (window(policy, start, LAID_OUT, sft_weight=1.0)[0] - window(policy, start, LAID_OUT)[0])
+        loss = loss + 0.7 * (
+            window(policy, start, LAID_OUT, sft_weight=1.0)[0] - window(policy, start, LAID_OUT)[0]
+        )
         assert_step(run, step, policy, loss, terms[0][1] | {"loss": loss.item()}, rel=2e-4, abs=3e-5)
 
 
 @pytest.mark.parametrize("way", ["accumulated", "packed", "precomputed"])
 def test_a_step_is_the_same_however_its_pairs_are_laid_out(way, launch, data, model):
-    """Four micro-batches, packed rows, or reference log-probabilities kept on disk: the same loss, metrics and gradient."""
+    """Four micro-batches, packed rows, or reference log-probabilities kept on disk: the same loss, metrics
+    and gradient."""
     flags, batch, steps = {
         "accumulated": (["--gradient_accumulation_steps", 4, "--max_steps", 3], 1, (0, 2)),
         "packed": (["--packing", "--max_length", 64, "--num_train_epochs", 1], 50, (0,)),
@@ -152,14 +184,15 @@ def test_a_step_is_the_same_however_its_pairs_are_laid_out(way, launch, data, mo
 
 
 def test_plain_text_ends_on_the_end_of_text(launch, data, model):
-    """Pairs of strings have no template: the answer follows the prompt, and the end-of-text token is trained."""
+    """Pairs of strings have no template: the answer follows the prompt, and the end-of-text token is
+    trained."""
     run = dpo(launch, data, model, "--dataset_name", data / "texts.jsonl", "--max_steps", 3, batch=2)
     check(run, text_pairs())
 
 
 def test_an_answer_that_is_too_long_keeps_its_start(launch, data, model):
-    """max_length counts the tokens of prompt and answer, and what is cut off is neither trained nor counted; nor is the end of
-    an answer, the last of its n tokens, if the other one has lost its own."""
+    """max_length counts the tokens of prompt and answer, and what is cut off is neither trained nor counted;
+    nor is the end of an answer, the last of its n tokens, if the other one has lost its own."""
     longest, pairs = 40, []
     for pair in LAID_OUT:
         ends = all(start + n <= longest for _, start, n in pair)
@@ -171,14 +204,37 @@ def test_an_answer_that_is_too_long_keeps_its_start(launch, data, model):
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_the_evaluation_is_the_mean_over_all_held_out_pairs(size, launch, data, model):
-    """Loss (of the SFT term the mean over pairs), rewards, log-probabilities, in batches of any size, before and after steps."""
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
-    run = dpo(launch, data, model, *flags, "--max_steps", 3, "--beta", 0.5, "--sft_weight", 0.3, "--label_smoothing", 0.1)
+    """Loss (of the SFT term the mean over pairs), rewards, log-probabilities, in batches of any size, before
+    and after steps."""
+    flags = [
+        "--eval_dataset_name",
+        data / "held_out.jsonl",
+        "--per_device_eval_batch_size",
+        size,
+        "--eval_steps",
+        1,
+    ]
+    run = dpo(
+        launch,
+        data,
+        model,
+        *flags,
+        "--max_steps",
+        3,
+        "--beta",
+        0.5,
+        "--sft_weight",
+        0.3,
+        "--label_smoothing",
+        0.1,
+    )
     pairs, start = chat_pairs(HELD_OUT_PAIRS), exact(model)
     for row, policy in zip(run.evals, (start, run.policy(1), run.policy(2)), strict=False):
         with torch.no_grad():
             _, logged, loss = window(policy, start, pairs, beta=0.5, label_smoothing=0.1)
-            nll = (-answer_logps(policy, pairs)[:, 0] / torch.tensor([n for (*_, n), _ in pairs])).mean().item()
+            nll = (
+                (-answer_logps(policy, pairs)[:, 0] / torch.tensor([n for (*_, n), _ in pairs])).mean().item()
+            )
         wanted = logged | {"nll_loss": nll, "loss": loss + 0.3 * nll}
         assert_metrics(row, {f"eval_{name}": value for name, value in wanted.items()}, abs=3e-5)
 
@@ -186,9 +242,17 @@ def test_the_evaluation_is_the_mean_over_all_held_out_pairs(size, launch, data, 
 @pytest.mark.parametrize("kind", DROPOUT)
 @pytest.mark.parametrize("precompute", ["false", pytest.param("true", marks=pytest.mark.slow)])
 def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
-    """At a rate of 0 policy and reference are the same at every step: the loss is ln 2, and the gradient is exact."""
+    """At a rate of 0 policy and reference are the same at every step: the loss is ln 2, and the gradient is
+    exact."""
     model = make_model(tmp_path / "model", kind)
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1, "--precompute_ref_log_probs", precompute]
+    flags = [
+        "--eval_dataset_name",
+        data / "held_out.jsonl",
+        "--eval_steps",
+        1,
+        "--precompute_ref_log_probs",
+        precompute,
+    ]
     run = dpo(launch, data, model, *flags, "--max_steps", 3, "--learning_rate", 0)
     assert [row["loss"] for row in run.rows] == pytest.approx([math.log(2)] * 3, abs=1e-5)
     assert [row["eval_loss"] for row in run.evals] == pytest.approx([math.log(2)] * 4, abs=1e-5)

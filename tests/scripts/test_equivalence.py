@@ -9,7 +9,8 @@ from tests.run.test_fit import limit_memory
 
 COMMON = "--eval_steps 0 --logging_steps 1 --save_steps 0 --max_grad_norm 1.0 --lr_scheduler_type constant"
 COMMON = [*COMMON.split(), "--eval_prompts", ""]
-# Windows of 8 examples of uneven length; 20 examples, so that the last of 3 windows holds 4 and some processes have none.
+# Windows of 8 examples of uneven length; 20 examples, so that the last of 3 windows holds 4 and some
+# processes have none.
 ALL = "--max_train_samples 20 --max_steps -1"
 STAGES = {
     "pretrain": "--max_train_samples 60 --max_steps -1 --packing_strategy bfd --max_length 64",
@@ -59,7 +60,9 @@ def test_a_window_split_over_micro_batches_gives_the_same_loss_and_gradient(stag
     whole = losses(launch(script, *arguments(stage, 8, 1), output="8x1"))
     assert len(whole) >= 2
     for batch, accumulation in ((2, 4), (1, 8)):
-        split = losses(launch(script, *arguments(stage, batch, accumulation), output=f"{batch}x{accumulation}"))
+        split = losses(
+            launch(script, *arguments(stage, batch, accumulation), output=f"{batch}x{accumulation}")
+        )
         assert_same(whole, split)
 
 
@@ -79,9 +82,20 @@ def test_a_window_split_over_two_processes_gives_the_same_loss_and_gradient(stag
 
 
 @pytest.mark.slow
-def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss_and_gradient(launch, tmp_path):
-    """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no difference."""
-    words = ["--dataset_name", "data/sft", "data/sft/validation.jsonl", "--dataset_weights", "2", "1", "--packing"]
+def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss_and_gradient(
+    launch, tmp_path
+):
+    """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no
+    difference."""
+    words = [
+        "--dataset_name",
+        "data/sft",
+        "data/sft/validation.jsonl",
+        "--dataset_weights",
+        "2",
+        "1",
+        "--packing",
+    ]
     words += ["--dataset_streaming", "--max_tokens_per_batch", "256", "--max_steps", "3"]
     words += ["--max_length", "256"]
     whole = losses(launch("sft", *arguments("sft", 8, 2), *words))
@@ -89,7 +103,8 @@ def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss
 
 
 def test_packing_changes_nothing_but_the_rows(launch):
-    """All 20 answers are one window, packed or not (of chats and pairs: test_sft.py and test_dpo.py, in float64)."""
+    """All 20 answers are one window, packed or not (of chats and pairs: test_sft.py and test_dpo.py, in
+    float64)."""
     alone = losses(launch("kto", *arguments("kto", 20, 1), output="alone"))
     packed = losses(launch("kto", *arguments("kto", 20, 1), "--packing", output="packed"))
     assert len(alone) == 1

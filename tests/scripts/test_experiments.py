@@ -1,4 +1,5 @@
-"""The experiments: what the gallery says of them is so, and each runs by its path, as a module and as a copy."""
+"""The experiments: what the gallery says of them is so, and each runs by its path, as a module and as a
+copy."""
 
 import os
 import re
@@ -12,8 +13,11 @@ from tests.scripts.test_scripts import MORE
 
 FOLDER = ROOT / "experiments"
 GALLERY = (FOLDER / "README.md").read_text()
-ENTRY = re.compile(r"^\| `train_(\w+)\.py` \|.*\| `((?:experiments/)?train_\w+\.py)` \| \+(\d+) −(\d+) \|", re.M)
-LARGEST = {"train_grpo.py": 380}  # lines that an experiment may add and remove, by its parent; 185 of the others
+ENTRY = re.compile(
+    r"^\| `train_(\w+)\.py` \|.*\| `((?:experiments/)?train_\w+\.py)` \| \+(\d+) −(\d+) \|", re.M
+)
+# lines that an experiment may add and remove, by its parent; 185 of the others
+LARGEST = {"train_grpo.py": 380}
 
 
 def test_the_gallery_says_how_much_each_experiment_changes():
@@ -21,14 +25,20 @@ def test_the_gallery_says_how_much_each_experiment_changes():
     entries = ENTRY.findall(GALLERY)
     assert sorted(name for name, *_ in entries) == EXPERIMENTS
     for name, parent, *said in entries:
-        diff = subprocess.run(["diff", parent, f"experiments/train_{name}.py"], capture_output=True, text=True, cwd=ROOT)
+        diff = subprocess.run(
+            ["diff", parent, f"experiments/train_{name}.py"], capture_output=True, text=True, cwd=ROOT
+        )
         changed = [len(re.findall(f"^{sign}", diff.stdout, re.M)) for sign in "><"]
-        assert changed == [int(number) for number in said] and sum(changed) <= LARGEST.get(parent, 185), (name, changed)
+        assert changed == [int(number) for number in said] and sum(changed) <= LARGEST.get(parent, 185), (
+            name,
+            changed,
+        )
 
 
 @pytest.mark.slow
 def test_an_experiment_is_run_by_its_path_too(tmp_path):
-    """From the root, and from elsewhere: Python looks beside the script for `common`, and finds the root's."""
+    """From the root, and from elsewhere: Python looks beside the script for `common`, and finds the
+    root's."""
     for folder, script in ((ROOT, "experiments/train_kto.py"), (tmp_path, FOLDER / "train_kto.py")):
         command = [sys.executable, str(script), "--undesirable_weight", "-1"]
         run = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120)
@@ -48,7 +58,13 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
     """Copied to another place with the root on the path, which is what a copy in the root has."""
     words = f"--config {demo(name)} --model_name_or_path data/base_model --dry_run --output_dir {tmp_path}/out".split()
     words += MORE.get(name, "").split()
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu.yaml"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate_configs/cpu.yaml",
+    ]
     copy = tmp_path / f"train_{name}.py"
     copy.write_text((FOLDER / copy.name).read_text())
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))

@@ -1,4 +1,5 @@
-"""Mixtures of experts through the scripts: the routers' losses of a window are the same however it is split."""
+"""Mixtures of experts through the scripts: the routers' losses of a window are the same however it is
+split."""
 
 from common.model import FlatModel
 import pytest
@@ -18,11 +19,15 @@ ROUTERS = ("moe/aux_loss", "moe/max_load", "moe/unused_experts")
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
-    return ["--model_name_or_path", make_model(tmp_path_factory.mktemp("moe") / "moe", "moe", max_position_embeddings=1024)]
+    return [
+        "--model_name_or_path",
+        make_model(tmp_path_factory.mktemp("moe") / "moe", "moe", max_position_embeddings=1024),
+    ]
 
 
 def assert_same_routing(one, other):
-    """A rounding may send a token to another of two experts that are all but equally good: a change of 1e-4 in a count."""
+    """A rounding may send a token to another of two experts that are all but equally good: a change of 1e-4
+    in a count."""
     assert_same(losses(one), losses(other), tolerance=1e-4, norm_tolerance=1e-3)
     for a, b in zip(train_metrics(one), train_metrics(other), strict=True):
         assert [a[name] for name in ROUTERS] == pytest.approx([b[name] for name in ROUTERS], rel=2e-3)
@@ -37,9 +42,12 @@ def test_micro_batches_change_nothing(stage, launch, moe):
     whole = launch(stage, *arguments(stage, 8, 1), *words, output="whole")
     norms = [norm for *_, norm in losses(whole)]
     plain = [norm for *_, norm in losses(launch(stage, *arguments(stage, 8, 1), *moe, output="plain"))]
-    assert all(abs(a - b) > 1e-2 * b for a, b in zip(norms, plain, strict=True))  # the losses make a difference
+    # the losses make a difference
+    assert all(abs(a - b) > 1e-2 * b for a, b in zip(norms, plain, strict=True))
     for batch, accumulation in ((2, 4), (1, 8)) if stage != "sft" else ((2, 4),):
-        split = launch(stage, *arguments(stage, batch, accumulation), *words, output=f"{batch}x{accumulation}")
+        split = launch(
+            stage, *arguments(stage, batch, accumulation), *words, output=f"{batch}x{accumulation}"
+        )
         assert_same_routing(whole, split)
 
 
@@ -62,7 +70,8 @@ def test_sharded_weights_give_the_same(launch, moe, sharded):  # noqa: F811
 
 
 def test_the_gradient_has_transformers_own_term(launch, tmp_path):
-    """In float64, of four conversations in two micro-batches; the sequences one by one, so without padding."""
+    """In float64, of four conversations in two micro-batches; the sequences one by one, so without
+    padding."""
     model = make_model(tmp_path / "moe", "moe", output_router_logits=True, router_aux_loss_coef=0.3)
     rows = write_rows(tmp_path / "chats.jsonl", [{"messages": messages} for messages in CHATS[:4]])
     flags = ["--dataset_name", rows, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2]
@@ -79,7 +88,8 @@ def test_the_gradient_has_transformers_own_term(launch, tmp_path):
     aux = sum(term((layer,), 4, 2) for layer in logits) / len(logits)
     assert_gradient(run.grads[0], gradient_of(exact, loss + 0.3 * aux))
     assert run.rows[0]["moe/aux_loss"] == pytest.approx(aux.item(), rel=1e-4)
-    assert run.rows[0]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)  # without the term, as an evaluation's
+    # without the term, as an evaluation's
+    assert run.rows[0]["loss"] == pytest.approx(wanted["loss"], rel=1e-4)
 
 
 def test_a_restarted_window_is_the_same(launch, moe, monkeypatch, capsys):

@@ -1,4 +1,5 @@
-"""train_grpo.py against float64: what is sampled, what it is compared with, and what each of its tokens weighs."""
+"""train_grpo.py against float64: what is sampled, what it is compared with, and what each of its tokens
+weighs."""
 
 from functools import partial
 import statistics
@@ -31,7 +32,7 @@ def grpo(launch, tmp_path):
     return partial(run_grpo, launch, tmp_path, "grpo")
 
 
-# --- the loss -------------------------------------------------------------------------------------------------------
+# --- the loss -----------------------------------------------------------------------------------------------
 
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "temperature": 0.7}
 LOSSES = {
@@ -43,12 +44,19 @@ LOSSES = {
     "cispo": TWICE | {"loss_type": "cispo", "epsilon_high": 1.05, "entropy_coef": 0.01},
     "leave one out": TWICE | {"advantage_estimator": "rloo", "scale_rewards": "none"},
     "all of the rollout": TWICE | {"advantage_estimator": "reinforce_pp", "scale_rewards": "batch"},
-    "batch": TWICE | {"scale_rewards": "batch", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+    "batch": TWICE
+    | {"scale_rewards": "batch", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "kl": TWICE | {"beta": 0.3},
     "kl without correction": {"num_iterations": 2, "beta": 0.3, "use_bias_correction_kl": False},
     "entropy": TWICE | {"entropy_coef": 0.2},
     "less entropy": {"entropy_coef": -0.2},
-    "entropy and kl": {"num_iterations": 2, "entropy_coef": -0.2, "beta": 0.1, "loss_type": "grpo", "temperature": 1.5},
+    "entropy and kl": {
+        "num_iterations": 2,
+        "entropy_coef": -0.2,
+        "beta": 0.1,
+        "loss_type": "grpo",
+        "temperature": 1.5,
+    },
     "sequence": TWICE
     | {"importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06, "learning_rate": 1e-4},
 }
@@ -56,12 +64,14 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_is_that_of_the_formula(name, grpo, model):
-    """Loss, gradient and metrics of every update on a rollout, and on the next; one group of prompts has equal rewards.
+    """Loss, gradient and metrics of every update on a rollout, and on the next; one group of prompts has
+    equal rewards.
 
     Each completion is trained num_iterations times, and after the first update with a ratio that is not 1.
     """
     flags, settings = Settings.flags(**LOSSES[name])
-    steps = settings.cycle + settings.steps_per_generation  # all of a rollout, and each window of the next one
+    # all of a rollout, and each window of the next one
+    steps = settings.cycle + settings.steps_per_generation
     run = grpo(model, *flags, "--max_steps", steps, rows=chat_rows(("any", "flat", "any", "any")))
     check_rollouts(run, settings, 2, steps)
     if name == "dr_grpo, nothing cut":
@@ -69,15 +79,27 @@ def test_a_step_is_that_of_the_formula(name, grpo, model):
 
 
 def test_what_servers_sample_is_corrected(grpo, model):
-    """Log-probabilities that are a little off, as a server's in half precision are. Its dtype bounds how far."""
-    settings = Settings(off=0.15, importance_correction="token_truncate", importance_cap=1.05, num_iterations=2)
+    """Log-probabilities that are a little off, as a server's in half precision are. Its dtype bounds how
+    far."""
+    settings = Settings(
+        off=0.15, importance_correction="token_truncate", importance_cap=1.05, num_iterations=2
+    )
 
     class Off(FakeVLLM):
         def _logps(self, prompt, ids, drawing):
             return (torch.tensor(super()._logps(prompt, ids, drawing)) + moved(ids, settings.off)).tolist()
 
     with Off(model, dtype="float64") as server:
-        flags = ["--rollout_server", server.url, "--importance_cap", 1.05, "--num_iterations", 2, "--max_steps", 3]
+        flags = [
+            "--rollout_server",
+            server.url,
+            "--importance_cap",
+            1.05,
+            "--num_iterations",
+            2,
+            "--max_steps",
+            3,
+        ]
         run = grpo(model, *flags)
     check_rollouts(run, settings, 2, 3)
     assert all(row["sampling/importance_clipped"] > 0 for row in run.rows)
@@ -86,9 +108,15 @@ def test_what_servers_sample_is_corrected(grpo, model):
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo"])
 def test_what_was_cut_or_not_rewarded_weighs_as_in_trl(loss_type, beta, grpo, model):
-    """Completions that were cut, where they are masked, have neither loss nor KL, and their tokens are in no denominator;
-    those that no function rewarded have no advantage, and are there in all else. Both are among the completions."""
-    names = {"loss_type": loss_type, "beta": beta, "mask_truncated_completions": True, "steps_per_generation": 2}
+    """Completions that were cut, where they are masked, have neither loss nor KL, and their tokens are in no
+    denominator; those that no function rewarded have no advantage, and are there in all else. Both are among
+    the completions."""
+    names = {
+        "loss_type": loss_type,
+        "beta": beta,
+        "mask_truncated_completions": True,
+        "steps_per_generation": 2,
+    }
     flags, settings = Settings.flags(**names, num_generations=8, per_device_train_batch_size=16)
     rows = chat_rows(("any", "dumb", "any", "any"))
     run = grpo(model, *flags, "--max_steps", 2, rows=rows, rewards=("picky",))
@@ -103,10 +131,14 @@ def test_what_was_cut_or_not_rewarded_weighs_as_in_trl(loss_type, beta, grpo, mo
 
 def test_a_rollout_that_no_function_judges_has_no_gradient(grpo, model):
     flags, _ = Settings.flags(per_device_train_batch_size=4)
-    run = grpo(model, *flags, "--max_steps", 4, rows=chat_rows(("dumb", "any", "dumb", "any")), rewards=("picky",))
+    run = grpo(
+        model, *flags, "--max_steps", 4, rows=chat_rows(("dumb", "any", "dumb", "any")), rewards=("picky",)
+    )
     for row, rollout, gradient in zip(run.rows, run.rollouts, run.grads, strict=True):
         judged = any(c.rewards != [None] for c in rollout)
-        assert ("reward" in row) == judged and row["frac_idle_rollouts"] == (norm(gradient) == 0) == (not judged)
+        assert ("reward" in row) == judged and row["frac_idle_rollouts"] == (norm(gradient) == 0) == (
+            not judged
+        )
     assert sorted("reward" in row for row in run.rows) == [False, False, True, True]
 
 
@@ -120,8 +152,14 @@ def test_functions_count_by_their_weights(grpo, model):
         table = [combined(c.rewards, settings.reward_weights) for c in rollout]
         named = [[c.rewards[f] for c in rollout if c.rewards[f] is not None] for f in range(2)]
         logged = {"reward": statistics.mean(v for v in table if v is not None)}
-        logged |= {f"rewards/{name}/mean": statistics.mean(v) for name, v in zip(("picky", "second"), named, strict=True)}
-        logged |= {f"rewards/{name}/std": statistics.pstdev(v) for name, v in zip(("picky", "second"), named, strict=True)}
+        logged |= {
+            f"rewards/{name}/mean": statistics.mean(v)
+            for name, v in zip(("picky", "second"), named, strict=True)
+        }
+        logged |= {
+            f"rewards/{name}/std": statistics.pstdev(v)
+            for name, v in zip(("picky", "second"), named, strict=True)
+        }
         assert_metrics(row, logged)
 
 
@@ -147,12 +185,12 @@ def test_the_metrics_of_a_rollout(grpo, model):
         assert_metrics(row, logged)
 
 
-# --- the rollouts ---------------------------------------------------------------------------------------------------
+# --- the rollouts -------------------------------------------------------------------------------------------
 
 
 def test_rollouts_follow_the_data(grpo, model):
-    """G completions of a prompt stand together; rollouts do not overlap, and each prompt comes once in an epoch, which is
-    what num_train_epochs counts."""
+    """G completions of a prompt stand together; rollouts do not overlap, and each prompt comes once in an
+    epoch, which is what num_train_epochs counts."""
     flags = ["--per_device_train_batch_size", 4, "--steps_per_generation", 2, "--learning_rate", 0]
     run = grpo(model, *flags, "--num_train_epochs", 2.75)  # the last rollout begins within it
     assert len(run.rows) == 12 and len(run.rollouts) == 6 and run.starts == [0, 2, 4, 6, 8, 10]
@@ -169,7 +207,8 @@ def test_rollouts_follow_the_data(grpo, model):
 
 
 def test_each_rollout_is_drawn_anew(grpo, model):
-    """The same prompts and weights give other completions in each rollout and with another seed, and the same ones again."""
+    """The same prompts and weights give other completions in each rollout and with another seed, and the same
+    ones again."""
     flags = ["--per_device_train_batch_size", 4, "--learning_rate", 0, "--max_steps", 3]
     rows = chat_rows()[:1]
     run = grpo(model, *flags, rows=rows)
@@ -183,8 +222,8 @@ def test_each_rollout_is_drawn_anew(grpo, model):
 
 
 def test_top_k_and_top_p_restrict_the_sampling_alone(grpo, model):
-    """Every sampled token is among the k most probable, or in the nucleus at the sampling temperature; log-probabilities in
-    the loss are those of the whole distribution."""
+    """Every sampled token is among the k most probable, or in the nucleus at the sampling temperature;
+    log-probabilities in the loss are those of the whole distribution."""
     lm = exact(model)
     for name, value in (("top_k", 3), ("top_p", 0.4)):
         flags, settings = Settings.flags(temperature=0.7, num_iterations=2)
@@ -192,10 +231,13 @@ def test_top_k_and_top_p_restrict_the_sampling_alone(grpo, model):
         check(run, settings)
         for completion in run.rollouts[0]:
             with torch.no_grad():
-                logits = logits_of(lm, completion.prompt_ids + completion.ids)[len(completion.prompt_ids) - 1 : -1]
+                logits = logits_of(lm, completion.prompt_ids + completion.ids)[
+                    len(completion.prompt_ids) - 1 : -1
+                ]
             probs = (logits / 0.7).softmax(-1)
             own = probs.gather(-1, torch.tensor(completion.ids)[:, None])
-            above = torch.where(probs > own, probs, 0.0)  # what is more probable than the token that was sampled
+            # what is more probable than the token that was sampled
+            above = torch.where(probs > own, probs, 0.0)
             assert ((above > 0).sum(-1) < 3).all() if name == "top_k" else (above.sum(-1) < 0.4 + 1e-5).all()
 
 
@@ -203,7 +245,14 @@ def test_prompts_are_what_the_template_makes_of_them(grpo, model):
     """A system prompt makes a chat of a prompt that is a string; one that is too long is left out."""
     system = "Be short."
     longest = sorted(len(prompt_ids(chat(row["prompt"], system=system))) for row in text_rows())
-    flags = ["--system_prompt", system, "--max_prompt_length", longest[2], "--per_device_train_batch_size", 12]
+    flags = [
+        "--system_prompt",
+        system,
+        "--max_prompt_length",
+        longest[2],
+        "--per_device_train_batch_size",
+        12,
+    ]
     run = grpo(model, *flags, "--max_steps", 1, rows=text_rows())
     chats = [chat(row["prompt"], system=system) for row in text_rows()]
     wanted = sorted(prompt_ids(chat) for chat in chats if len(prompt_ids(chat)) <= longest[2])
@@ -212,12 +261,28 @@ def test_prompts_are_what_the_template_makes_of_them(grpo, model):
 
 
 def test_evaluation_completes_held_out_prompts(launch, model, tmp_path):
-    """Greedily, with the weights of the rewards, where no file of prompts and no other functions are named."""
+    """Greedily, with the weights of the rewards, where no file of prompts and no other functions are
+    named."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     names = ["--dataset_name", write_rows(tmp_path / "train.jsonl", chat_rows())]
-    names += ["--eval_dataset_name", write_rows(tmp_path / "held_out.jsonl", text_rows()), "--eval_prompts", ""]
+    names += [
+        "--eval_dataset_name",
+        write_rows(tmp_path / "held_out.jsonl", text_rows()),
+        "--eval_prompts",
+        "",
+    ]
     names += ["--reward_funcs", f"{tmp_path / 'rewards.py'}:count", f"{tmp_path / 'rewards.py'}:rest"]
-    names += ["--reward_weights", 1, -0.25, "--eval_temperatures", 0, "--eval_max_new_tokens", LONGEST, "--eval_steps", 1]
+    names += [
+        "--reward_weights",
+        1,
+        -0.25,
+        "--eval_temperatures",
+        0,
+        "--eval_max_new_tokens",
+        LONGEST,
+        "--eval_steps",
+        1,
+    ]
     names += ["--num_generations", 2, "--max_completion_length", 2, "--max_steps", 1, "--learning_rate", 0]
     run = watched(launch, "grpo", model, *names)
     lm, answers = exact(model), []
@@ -234,7 +299,9 @@ def test_evaluation_completes_held_out_prompts(launch, model, tmp_path):
         assert_metrics(row, {"eval_count": count, "eval_rest": rest, "eval_reward": count - 0.25 * rest})
 
 
-@pytest.mark.parametrize("stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill"))])
+@pytest.mark.parametrize(
+    "stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill"))]
+)
 def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, tmp_path):
     """Of --eval_prompts, with the system prompt, and within the length."""
     rows = [{"question": "Hi"}, {"prompt": chat("Hi", system="Sing.")}, {"prompt": "word " * 99}]
@@ -253,12 +320,13 @@ def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, t
     )
 
 
-# --- the rest -------------------------------------------------------------------------------------------------------
+# --- the rest -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
 def test_dropout_is_off(kind, grpo, tmp_path):
-    """Of a model with dropout, sampled, old, reference and trained log-probabilities are all exact: at a rate of 0 no KL."""
+    """Of a model with dropout, sampled, old, reference and trained log-probabilities are all exact: at a rate
+    of 0 no KL."""
     model = make_model(tmp_path / "model", kind, stops=5.0)
     flags, settings = Settings.flags(beta=0.5, num_iterations=2, temperature=0.7)
     run = grpo(model, *flags, "--max_steps", 2, "--learning_rate", 0)

@@ -1,4 +1,5 @@
-"""The copies of train_grpo.py against float64: rollouts of older weights, groups drawn again, pairs that were just sampled."""
+"""The copies of train_grpo.py against float64: rollouts of older weights, groups drawn again, pairs that were
+just sampled."""
 
 import json
 from types import SimpleNamespace
@@ -9,7 +10,15 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from experiments.rollout_ahead import RolloutsAhead
-from tests.scripts.grpo_by_hand import Settings, answer_scores, chat_rows, check, check_rollouts, moved, run_grpo
+from tests.scripts.grpo_by_hand import (
+    Settings,
+    answer_scores,
+    chat_rows,
+    check,
+    check_rollouts,
+    moved,
+    run_grpo,
+)
 from tests.scripts.one_step import assert_step, exact
 
 TWICE = {"steps_per_generation": 2, "num_iterations": 2, "temperature": 0.7}
@@ -17,7 +26,8 @@ MASK = {"importance_correction": "sequence_mask", "off": 0.5}
 SMALL = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 AHEAD = {
     "two-sided": TWICE | {"delta": 1.1, "epsilon_high": 0.05, "entropy_coef": 0.01},
-    "another sampler": TWICE | {"importance_correction": "token_truncate", "off": 0.5, "importance_cap": 1.25, "beta": 0.2},
+    "another sampler": TWICE
+    | {"importance_correction": "token_truncate", "off": 0.5, "importance_cap": 1.25, "beta": 0.2},
     "completions left out": TWICE | MASK | {"entropy_coef": 0.01},
     "left out, by window": MASK | {"loss_type": "bnpo"},
     "left out, each": MASK | {"loss_type": "grpo", "importance_cap": 1.5},
@@ -30,14 +40,18 @@ AHEAD = {
 SLOW = ("left out, by window", "left out, each", "not corrected", "two ahead", "high entropy, kl")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in AHEAD])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in AHEAD]
+)
 def test_a_step_of_grpo_ahead_is_that_of_the_formula(name, launch, tmp_path, model, monkeypatch):
     """As of train_grpo.py; up to the first rollout that was sampled by older weights than it trains."""
     flags, settings = Settings.flags(**AHEAD[name])
 
     def shifted(*given, **how):
         sampled = sample(*given, **how)
-        return [s._replace(logps=(torch.tensor(s.logps) + moved(s.ids, settings.off)).tolist()) for s in sampled]
+        return [
+            s._replace(logps=(torch.tensor(s.logps) + moved(s.ids, settings.off)).tolist()) for s in sampled
+        ]
 
     if settings.off:  # as another sampler's are
         monkeypatch.setattr("experiments.train_grpo_ahead.sample", shifted)
@@ -53,11 +67,13 @@ def test_rollouts_sampled_ahead_go_back_to_their_process(rank):
     """Unless there are more, or fewer, of them now."""
     mine, everyones = range(4 * rank, 4 * rank + 4), [Sampled([i], [-1.0], True) for i in range(8)]
     rollouts = SimpleNamespace(_begun={}, prompts=lambda _: [None] * 8, mine=lambda: mine)
-    RolloutsAhead.restore(rollouts, 3, json.loads(json.dumps({"sampled_ahead": {3: everyones, 4: everyones[:4]}})))
+    RolloutsAhead.restore(
+        rollouts, 3, json.loads(json.dumps({"sampled_ahead": {3: everyones, 4: everyones[:4]}}))
+    )
     assert list(rollouts._begun) == [3] and rollouts._begun[3].result() == [everyones[i] for i in mine]
 
 
-# --- dynamic sampling --------------------------------------------------------------------------------------------------
+# --- dynamic sampling ---------------------------------------------------------------------------------------
 
 G = 4
 DYNAMIC = {
@@ -70,8 +86,8 @@ KINDS = {"not full": ("flat", "any", "flat", "flat")}
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_groups_of_equal_rewards_are_drawn_again(name, launch, tmp_path, model):
-    """Until rewards differ in every group, or to the last draw; each draw is of the groups that are missing, and the first
-    is that of train_grpo.py."""
+    """Until rewards differ in every group, or to the last draw; each draw is of the groups that are missing,
+    and the first is that of train_grpo.py."""
     flags, settings = Settings.flags(**DYNAMIC[name])
     kinds, draws = KINDS.get(name, ("any", "flat", "any", "flat")), 2 if name == "not full" else 10
     flat = [row["prompt"] for row in chat_rows(kinds) if row["kind"] == "flat"]
@@ -81,7 +97,11 @@ def test_groups_of_equal_rewards_are_drawn_again(name, launch, tmp_path, model):
         given.extend(calls)
         rollouts, numbers = [], []
         for call in calls:
-            if not rollouts or numbers[-1] == draws or sum(useful(group) for group in rollouts[-1]) == size // G:
+            if (
+                not rollouts
+                or numbers[-1] == draws
+                or sum(useful(group) for group in rollouts[-1]) == size // G
+            ):
                 rollouts, numbers = [*rollouts, []], [*numbers, 0]
             assert len(call) == size - G * sum(useful(group) for group in rollouts[-1])
             rollouts[-1] += [call[first : first + G] for first in range(0, len(call), G)]
@@ -93,13 +113,19 @@ def test_groups_of_equal_rewards_are_drawn_again(name, launch, tmp_path, model):
         return group[0][0] not in flat and len({sum(ids) * 37 % 11 for _, _, ids in group}) > 1
 
     words = [*flags, "--max_draws", draws, "--max_steps", 2 * settings.cycle]
-    run = run_grpo(launch, tmp_path, "dynamic_sampling", model, *words, rows=chat_rows(kinds), rollouts_of=rollouts_of)
+    run = run_grpo(
+        launch, tmp_path, "dynamic_sampling", model, *words, rows=chat_rows(kinds), rollouts_of=rollouts_of
+    )
     assert len(drawn) == 2 and max(drawn) > 1
     everything = run.rollouts
     run.rollouts = [rollout[:size] for rollout in everything]
     left_out = [rollout[size:] for rollout in everything]
     assert any(left_out) and not any(completion.advantage for rollout in left_out for completion in rollout)
-    idle = [not any(c.advantage for c in rollout[at : at + G]) for rollout in run.rollouts for at in range(0, size, G)]
+    idle = [
+        not any(c.advantage for c in rollout[at : at + G])
+        for rollout in run.rollouts
+        for at in range(0, size, G)
+    ]
     assert any(idle) == (name == "not full")
     check(run, settings)
     for n, start in enumerate(run.starts):
@@ -111,11 +137,12 @@ def test_groups_of_equal_rewards_are_drawn_again(name, launch, tmp_path, model):
     assert [c.ids for c in parent.rollouts[0]] == [ids for _, _, ids in given[0]]
 
 
-# --- online DPO --------------------------------------------------------------------------------------------------------
+# --- online DPO ---------------------------------------------------------------------------------------------
 
 
 def margin(policy, reference, chosen, rejected, temperature):
-    """How much more than the reference the policy prefers the chosen completion, in nats (2305.18290, eq. 7)."""
+    """How much more than the reference the policy prefers the chosen completion, in nats (2305.18290, eq.
+    7)."""
     with torch.no_grad():
         before = [answer_scores(reference, c, temperature)[0].sum() for c in (chosen, rejected)]
     now = [answer_scores(policy, c, temperature)[0].sum() for c in (chosen, rejected)]
@@ -127,7 +154,9 @@ def test_a_step_of_online_dpo_is_that_of_the_formula(rewards, launch, tmp_path, 
     """Every update on a rollout and on the next; the rewards of some pairs are equal, or one is missing."""
     flags, s = Settings.flags(**TWICE, beta=0.4, num_generations=2, per_device_train_batch_size=16)
     rows = chat_rows(("any", "flat", "any", "any"))
-    run = run_grpo(launch, tmp_path, "online_dpo", model, *flags, "--max_steps", 6, rows=rows, rewards=(rewards,))
+    run = run_grpo(
+        launch, tmp_path, "online_dpo", model, *flags, "--max_steps", 6, rows=rows, rewards=(rewards,)
+    )
     reference, seen = exact(model), []
     for step in range(6):
         rollout, window = run.rollouts[step // s.cycle], step % s.cycle % s.steps_per_generation
@@ -149,4 +178,7 @@ def test_a_step_of_online_dpo_is_that_of_the_formula(rewards, launch, tmp_path, 
 
 def test_the_other_objective_is_that_of_the_parent(launch, tmp_path, model):
     flags, settings = Settings.flags(beta=0.1)
-    check(run_grpo(launch, tmp_path, "online_dpo", model, "--objective", "grpo", *flags, "--max_steps", 2), settings)
+    check(
+        run_grpo(launch, tmp_path, "online_dpo", model, "--objective", "grpo", *flags, "--max_steps", 2),
+        settings,
+    )

@@ -1,4 +1,5 @@
-"""experiments/train_kto.py against float64: which answer is good, what the KL term is made of, and what the reference is."""
+"""experiments/train_kto.py against float64: which answer is good, what the KL term is made of, and what the
+reference is."""
 
 from common.data.order import Order
 from common.data.types import BadRow
@@ -13,7 +14,8 @@ from tests.scripts.texts import END, HELD_OUT_PAIRS, PAIRS, chat, ids_of, prompt
 
 
 def labelled(pairs):
-    """(prompt, answer, whether it is good): in turn the chosen one of a pair and the rejected one of the next."""
+    """(prompt, answer, whether it is good): in turn the chosen one of a pair and the rejected one of the
+    next."""
     return [(turns, answers[i % 2], i % 2 == 0) for i, (turns, *answers) in enumerate(pairs)]
 
 
@@ -34,7 +36,8 @@ def answer_logp(lm, before, answer):
 
 
 def window(policy, reference, parts, *, beta, weights=(1.0, 1.0), loss_type="kto"):
-    """The loss of a step on these rows, in the order in which the run meets them, by 2402.01306; and what is logged."""
+    """The loss of a step on these rows, in the order in which the run meets them, by 2402.01306; and what is
+    logged."""
     mixed = [(parts[i][0], parts[(i + 1) % len(parts)][1]) for i in range(len(parts))]
     with torch.no_grad():
         ref = torch.stack([answer_logp(reference, before, answer) for before, answer, _ in parts])
@@ -47,7 +50,10 @@ def window(policy, reference, parts, *, beta, weights=(1.0, 1.0), loss_type="kto
     logged = {"loss": loss.item(), "kl": kl.item()}
     if (rewards - beta * kl).abs().min() > 1e-3:  # at the start all are 0, but for rounding
         logged["rewards/accuracies"] = ((rewards > beta * kl) == good).double().mean().item()
-    return loss, logged | {"rewards/chosen": rewards[good].mean().item(), "rewards/rejected": rewards[~good].mean().item()}
+    return loss, logged | {
+        "rewards/chosen": rewards[good].mean().item(),
+        "rewards/rejected": rewards[~good].mean().item(),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +82,24 @@ def order_of(rows, steps):
 
 LOSSES = {
     "plain": ([], {"beta": 0.1}),
-    "weights": ("--beta 0.5 --desirable_weight 1.5 --undesirable_weight 0.5".split(), {"beta": 0.5, "weights": (1.5, 0.5)}),
-    "less likely": ("--desirable_weight 0.2 --undesirable_weight 2".split(), {"beta": 0.1, "weights": (0.2, 2.0)}),
-    "apo": (["--loss_type", "apo_zero_unpaired", "--beta", "0.3"], {"beta": 0.3, "loss_type": "apo_zero_unpaired"}),
+    "weights": (
+        "--beta 0.5 --desirable_weight 1.5 --undesirable_weight 0.5".split(),
+        {"beta": 0.5, "weights": (1.5, 0.5)},
+    ),
+    "less likely": (
+        "--desirable_weight 0.2 --undesirable_weight 2".split(),
+        {"beta": 0.1, "weights": (0.2, 2.0)},
+    ),
+    "apo": (
+        ["--loss_type", "apo_zero_unpaired", "--beta", "0.3"],
+        {"beta": 0.3, "loss_type": "apo_zero_unpaired"},
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["weights", "less likely", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "apo"))]
+    "name",
+    ["weights", "less likely", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "apo"))],
 )
 def test_a_loss_is_that_of_its_paper(name, launch, data, model):
     """At the start, where the KL is 0, and later, when the policy is far from the reference."""
@@ -101,8 +117,19 @@ def test_a_loss_is_that_of_its_paper(name, launch, data, model):
 
 
 def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 2, "--max_steps", 3, "--beta", "0.4"]
-    run = kto(launch, data, model, "--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 2, *flags)
+    flags = [
+        "--eval_dataset_name",
+        data / "held_out.jsonl",
+        "--eval_steps",
+        2,
+        "--max_steps",
+        3,
+        "--beta",
+        "0.4",
+    ]
+    run = kto(
+        launch, data, model, "--per_device_train_batch_size", 4, "--per_device_eval_batch_size", 2, *flags
+    )
     loss, logged = window(run.policy(2), exact(run.model), parts_of(HELD_OUT), beta=0.4)
     assert run.evals[0]["eval_loss"] == pytest.approx(0.5, abs=1e-5)
     assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)
@@ -122,13 +149,19 @@ def test_a_label_may_be_written_as_text_as_tables_have_it():
 
 
 def test_answers_after_the_prompts_of_others():
-    """Each prompt, the tokens before the first trained one, with the next answer; of a prompt too long for it nothing remains."""
+    """Each prompt, the tokens before the first trained one, with the next answer; of a prompt too long for it
+    nothing remains."""
     rows = [([1, 2, 3], [7, 8]), ([4], [9]), ([], [5, 6])]
     rows = [
-        {"input_ids": np.array(p + a), "loss_mask": np.array([0] * len(p) + [1] * len(a)), "label": True} for p, a in rows
+        {"input_ids": np.array(p + a), "loss_mask": np.array([0] * len(p) + [1] * len(a)), "label": True}
+        for p, a in rows
     ]
     found = mismatched(rows, 4)
     assert all(len(example) == 1 and {*example[0]} == {"input_ids", "loss_mask"} for example in found)
     assert [example[0]["input_ids"].tolist() for example in found] == [[7, 8], [1, 2, 3, 9], [4, 5, 6]]
     assert [example[0]["loss_mask"].tolist() for example in found] == [[1, 1], [0, 0, 0, 1], [0, 1, 1]]
-    assert [example[0]["loss_mask"].tolist() for example in mismatched(rows, 3)] == [[1, 1], [0, 0, 0], [0, 1, 1]]
+    assert [example[0]["loss_mask"].tolist() for example in mismatched(rows, 3)] == [
+        [1, 1],
+        [0, 0, 0],
+        [0, 1, 1],
+    ]

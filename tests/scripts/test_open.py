@@ -1,7 +1,7 @@
 """What an idea may need of `common` is open: any field, any module (any output: test_small_experiments.py).
 
-Each test writes a script into a temporary folder, as a reader would: a copy of train_sft.py with a few lines changed. It is
-run from there, is killed, goes on, and exports, without a line changed in `common/`.
+Each test writes a script into a temporary folder, as a reader would: a copy of train_sft.py with a few lines
+changed. It is run from there, is killed, goes on, and exports, without a line changed in `common/`.
 """
 
 import json
@@ -18,7 +18,16 @@ from tests.scripts.one_step import exact, token_scores
 from tests.scripts.texts import BASE, ids_of, prompt_ids, tokenizer
 
 COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]
-COMMON += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--learning_rate", "1e-3", "--num_samples", "0"]
+COMMON += [
+    "--lr_scheduler_type",
+    "constant",
+    "--warmup_steps",
+    "0",
+    "--learning_rate",
+    "1e-3",
+    "--num_samples",
+    "0",
+]
 BLOCKS = "import common.extras.stream\ncommon.extras.stream.BLOCK_ROWS = {}\n"  # of a stream: all rows
 KILL = """        if step == 3 and not os.path.exists(args.output_dir + "/killed"):
             open(args.output_dir + "/killed", "w").close()
@@ -31,9 +40,14 @@ def changed(**edits: tuple[str, str]) -> str:
     source = (ROOT / "train_sft.py").read_text()
     edits["killed"] = ("        if run.checkpoint(step):", KILL)
     edits["imports"] = ("import math\n", "import math\nimport os\nimport signal\n")
-    edits["libraries"] = ("from common.run import Run\n", "from common.run import Run\nimport numpy as np\nimport torch\n")
+    edits["libraries"] = (
+        "from common.run import Run\n",
+        "from common.run import Run\nimport numpy as np\nimport torch\n",
+    )
     for name, (old, new) in edits.items():
-        assert source.count(old) == 1, f"{name}: the text to change stands {source.count(old)} times in train_sft.py"
+        assert source.count(old) == 1, (
+            f"{name}: the text to change stands {source.count(old)} times in train_sft.py"
+        )
         source = source.replace(old, new)
     return source
 
@@ -49,7 +63,14 @@ def train(tmp_path, monkeypatch):
         folder.mkdir(exist_ok=True)
         if not killed:
             (folder / "killed").touch()
-        words = [*COMMON, "--output_dir", str(folder), "--dataset_cache_dir", str(tmp_path / "cache"), *map(str, flags)]
+        words = [
+            *COMMON,
+            "--output_dir",
+            str(folder),
+            "--dataset_cache_dir",
+            str(tmp_path / "cache"),
+            *map(str, flags),
+        ]
         run = run_script([sys.executable, str(script), *words])
         assert run.returncode == (-signal.SIGKILL if killed else 0), run.stderr[-4000:]
         return folder
@@ -65,13 +86,17 @@ def write_chats(path, seed, count=12):
         answer = " ".join(str(int(n)) for n in rng.integers(0, 99, int(rng.integers(1, 12))))
         messages = [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": answer}]
         rows.append(
-            {"messages": messages, "weight": round(float(rng.random()) + 0.5, 3), "score": int(rng.integers(0, 2**30))}
+            {
+                "messages": messages,
+                "weight": round(float(rng.random()) + 0.5, 3),
+                "score": int(rng.integers(0, 2**30)),
+            }
         )
     write_rows(path, rows)
     return rows
 
 
-# --- any field ------------------------------------------------------------------------------------------------------
+# --- any field ----------------------------------------------------------------------------------------------
 
 FIELDS = {
     "encode": (
@@ -99,7 +124,8 @@ def by_hand(rows, max_length):
     for row in rows:
         ids = ids_of(tokenizer().apply_chat_template(row["messages"], tokenize=False))[:max_length]
         fades = np.linspace(1.0, 0.2, len(ids)) * row["weight"]
-        start, last = len(prompt_ids(row["messages"][:1])), len(ids) - (ids[-1] == ids_of("\n")[0])  # not trained
+        # not trained
+        start, last = len(prompt_ids(row["messages"][:1])), len(ids) - (ids[-1] == ids_of("\n")[0])
         with torch.no_grad():
             total -= sum(fades[start:last] * token_scores(lm, ids)[0].numpy()[start - 1 : last - 1])
         weights += sum(fades[start:last])
@@ -116,7 +142,9 @@ WAYS = {  # flags, files of rows, sequences of a micro-batch (0: all)
 }
 
 
-@pytest.mark.parametrize("way", ["plain", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
+@pytest.mark.parametrize(
+    "way", ["plain", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])]
+)
 def test_any_field_of_encode_arrives_in_the_batch(way, train, tmp_path):
     """A weight for each token and a number for each sequence."""
     flags, files, batch = WAYS[way]
@@ -130,7 +158,7 @@ def test_any_field_of_encode_arrives_in_the_batch(way, train, tmp_path):
     assert row["weight"] == pytest.approx(np.mean([r["weight"] for r in rows]), rel=1e-6)
 
 
-# --- any module -----------------------------------------------------------------------------------------------------
+# --- any module ---------------------------------------------------------------------------------------------
 
 HEAD = {
     "made": (
@@ -176,11 +204,24 @@ def test_a_value_head_is_trained_killed_resumed_and_exported_bit_for_bit(train, 
 def test_the_head_that_is_exported_is_that_of_the_best_step_also_beside_a_merged_adapter(train, flags):
     pytest.importorskip("peft")
     flags += ["--eval_dataset_name", flags[1], "--use_peft", "--merge_lora", "--save_steps", "1"]
-    flags += ["--eval_steps", "1", "--save_total_limit", "9", "--max_steps", "4", "--save_best", "max:eval_loss"]
+    flags += [
+        "--eval_steps",
+        "1",
+        "--save_total_limit",
+        "9",
+        "--max_steps",
+        "4",
+        "--save_best",
+        "max:eval_loss",
+    ]
     output = train(changed(**HEAD), *flags, "--learning_rate", "3e-3")
     best = json.loads((output / "summary.json").read_text())["best"]["step"]
     assert best < 4  # of a loss that falls the largest one
     exported, wanted, last = (
-        load_file(f / "extra.safetensors") for f in (output, output / f"checkpoint-{best}", output / "checkpoint-4")
+        load_file(f / "extra.safetensors")
+        for f in (output, output / f"checkpoint-{best}", output / "checkpoint-4")
     )
-    assert all(torch.equal(exported[name], wanted[name]) and not torch.equal(exported[name], last[name]) for name in wanted)
+    assert all(
+        torch.equal(exported[name], wanted[name]) and not torch.equal(exported[name], last[name])
+        for name in wanted
+    )

@@ -35,7 +35,10 @@ PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*
 TEXT = "\n".join(path.read_text() for path in PAGES)
 TINY = "--max_steps 2 --max_train_samples 40 --max_eval_samples 4 --eval_max_new_tokens 4 --logging_steps 1 --save_steps 0".split()
 SMALL = {
-    "pretrain": [*TINY, *"--vocab_size 300 --hidden_size 32 --num_layers 1 --per_device_train_batch_size 2".split()],
+    "pretrain": [
+        *TINY,
+        *"--vocab_size 300 --hidden_size 32 --num_layers 1 --per_device_train_batch_size 2".split(),
+    ],
     "sft": [*TINY, *"--per_device_train_batch_size 2 --model_name_or_path data/base_model".split()],
     "dpo": [*TINY, *"--per_device_train_batch_size 2 --model_name_or_path data/base_model".split()],
     "grpo": [*TINY, *"--per_device_train_batch_size 8 --model_name_or_path data/base_model".split()]
@@ -55,18 +58,29 @@ def blocks(text: str, kind: str) -> list[str]:
 
 def commands(text: str) -> list[str]:
     """The lines of the blocks of commands, each whole."""
-    return [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+    return [
+        line
+        for block in blocks(text, "bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
 
 
-# --- what the pages name ----------------------------------------------------------------------------------------------
+# --- what the pages name ------------------------------------------------------------------------------------
 
 
 def test_flags_files_and_links_of_the_pages_exist():
     args = {f"train_{stage}": set(__import__(f"train_{stage}").Args.__dataclass_fields__) for stage in STAGES}
-    sources = [*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "experiments").glob("*.py")]
+    sources = [
+        *(ROOT / "tools").glob("*.py"),
+        *(ROOT / "benchmarks").glob("*.py"),
+        *(ROOT / "experiments").glob("*.py"),
+    ]
     others = set(re.findall(r'"--(\w+)"|^    (\w+): ', "\n".join(path.read_text() for path in sources), re.M))
     known = set().union(*args.values(), *others)
-    known |= set("config help limit config_file cpu num_machines num_processes machine_rank mixed_precision".split())
+    known |= set(
+        "config help limit config_file cpu num_machines num_processes machine_rank mixed_precision".split()
+    )
     known |= set(
         "main_process_ip main_process_port include_path apply_chat_template output output_path".split()
     )  # of other programs
@@ -118,7 +132,7 @@ def test_each_edit_of_the_pages_applies(tmp_path):
     assert len([edited(diff, tmp_path) for diff in edits()]) == 4
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+# --- metrics ------------------------------------------------------------------------------------------------
 
 
 def explained() -> set[str]:
@@ -128,19 +142,37 @@ def explained() -> set[str]:
 
 @pytest.mark.slow
 def test_every_metric_that_is_written_is_explained(launch):
-    functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"  # of these runs, and no other word
-    patterns = [re.escape(name).replace("<function>", functions).replace("<source>", sources) for name in explained()]
+    # of these runs, and no other word
+    functions, sources = r"(exact_number|regex|polite|reward)", r"(train|validation|sft)"
+    patterns = [
+        re.escape(name).replace("<function>", functions).replace("<source>", sources) for name in explained()
+    ]
     patterns = [pattern.replace("<T>", r"[\d.]+") for pattern in patterns]
-    runs = {name: [] for name in STAGES} | {name: ["--model_name_or_path", "data/base_model"] for name in EXPERIMENTS}
+    runs = {name: [] for name in STAGES} | {
+        name: ["--model_name_or_path", "data/base_model"] for name in EXPERIMENTS
+    }
     runs["grpo_several"] = "--beta 0.1 --num_iterations 2 --eval_temperatures 0 0.7".split()
     runs["pretrain_moe"] = "--num_experts 4 --hidden_size 64".split()
-    runs["sft_two"] = "--dataset_name data/sft/train.jsonl data/sft/validation.jsonl --eval_fraction 0.2".split()
+    runs["sft_two"] = (
+        "--dataset_name data/sft/train.jsonl data/sft/validation.jsonl --eval_fraction 0.2".split()
+    )
     runs["self_distill"] += ["--lmbda", "0.5"]
-    runs["distill"] += ["--teacher_model_name_or_path", teacher(), "--lmbda", "0.5", "--dataset_name", "data/sft"]
+    runs["distill"] += [
+        "--teacher_model_name_or_path",
+        teacher(),
+        "--lmbda",
+        "0.5",
+        "--dataset_name",
+        "data/sft",
+    ]
     for name, more in runs.items():
         stage = name if name in EXPERIMENTS else name.split("_")[0]
         words = ["--config", demo(stage), *SMALL.get(stage, TINY), *more]
-        words += ["--max_completion_length", "8"] if stage in ("ppo", "rft", "tools", "distill", "self_distill") else []
+        words += (
+            ["--max_completion_length", "8"]
+            if stage in ("ppo", "rft", "tools", "distill", "self_distill")
+            else []
+        )
         output = launch(stage, *words, output=name)
         keys = {key for row in read_rows(output / "metrics.jsonl") for key in row} - {"step"}
         assert len(keys) > 5
@@ -149,7 +181,7 @@ def test_every_metric_that_is_written_is_explained(launch):
             assert any(re.fullmatch(p, key) or re.fullmatch(p, plain) for p in patterns), (name, key)
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -157,8 +189,13 @@ def local(tmp_path, monkeypatch):
     """A folder in which the names that the pages' commands use are local."""
     for name in ("data", "accelerate_configs"):
         (tmp_path / name).symlink_to(ROOT / name)
-    pairs = [{"chosen": TALK.format(i, i + 1, "Yes."), "rejected": TALK.format(i, i + 1, "No idea.")} for i in range(20)]
-    sums = [{"question": f"What is {i}+1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>\n#### {i + 1}"} for i in range(20)]
+    pairs = [
+        {"chosen": TALK.format(i, i + 1, "Yes."), "rejected": TALK.format(i, i + 1, "No idea.")}
+        for i in range(20)
+    ]
+    sums = [
+        {"question": f"What is {i}+1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>\n#### {i + 1}"} for i in range(20)
+    ]
     files = {f"Anthropic/hh-rlhf/{split}.jsonl": pairs for split in ("train", "test")}
     files |= {f"openai/gsm8k/{split}.jsonl": sums for split in ("train", "test")}
     for name, rows in files.items():
@@ -166,7 +203,9 @@ def local(tmp_path, monkeypatch):
         write_rows(tmp_path / name, rows)
     rows = [{"instruction": f"Add 1 to {i}", "input": "", "output": f"It is {i + 1}."} for i in range(20)]
     (tmp_path / "alpaca.json").write_text(json.dumps(rows))
-    (tmp_path / "tinyshakespeare.txt").write_text("\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90)))
+    (tmp_path / "tinyshakespeare.txt").write_text(
+        "\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90))
+    )
     for name in ("gpt2", "Qwen/Qwen3-0.6B-Base", "outputs/sft", "outputs/alpaca"):
         shutil.copytree(ROOT / "data" / "base_model", tmp_path / name)
     monkeypatch.chdir(tmp_path)
@@ -181,7 +220,9 @@ ON_DATA = r"accelerate launch train_(\w+)\.py (.*--dataset_name .*)"
 def test_the_commands_on_data_of_ones_own_run(stage, launch, local):
     """But for sizes. (Those with a server: tests/scripts/test_rollout_server.py.)"""
     found = [
-        match[2] for c in commands(TEXT) if (match := re.match(ON_DATA, c)) and match[1] == stage and "_server" not in c
+        match[2]
+        for c in commands(TEXT)
+        if (match := re.match(ON_DATA, c)) and match[1] == stage and "_server" not in c
     ]
     assert found
     small = "--max_steps 2 --per_device_train_batch_size 2 --eval_max_new_tokens 4 --num_samples 1 --logging_steps 1"
@@ -202,7 +243,15 @@ def test_the_other_commands_run_as_they_stand(name, local):
     for path in [ROOT / "common", ROOT / "tools", *(ROOT / f"train_{stage}.py" for stage in STAGES)]:
         (local / path.name).symlink_to(path)
     if name == "docs/use.md":  # what its first command merges
-        lora = [sys.executable, "train_sft.py", "--use_peft", *SMALL["sft"], "--dataset_name", "data/sft", "--output_dir"]
+        lora = [
+            sys.executable,
+            "train_sft.py",
+            "--use_peft",
+            *SMALL["sft"],
+            "--dataset_name",
+            "data/sft",
+            "--output_dir",
+        ]
         assert subprocess.run([*lora, "outputs/lora"], capture_output=True, timeout=200).returncode == 0
     done = 0
     for command in commands(page(name)):
@@ -211,10 +260,18 @@ def test_the_other_commands_run_as_they_stand(name, local):
             continue
         if any(f"train_{stage}.py" in words for stage in STAGES):
             words += "--max_steps 2 --eval_steps 0 --save_steps 0 --max_train_samples 40".split()
-            words += ["--max_length", "256"] if "--max_length" in words else []  # the model that stands in has 512 positions
-            words += ["--output_dir", f"outputs/{done}"] if "--regression_suite" in words else []  # beside outputs/sft
-        python = [sys.executable] if words[0] == "python" else [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
-        ran = subprocess.run([*python, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+            # the model that stands in has 512 positions
+            words += ["--max_length", "256"] if "--max_length" in words else []
+            # beside outputs/sft
+            words += ["--output_dir", f"outputs/{done}"] if "--regression_suite" in words else []
+        python = (
+            [sys.executable]
+            if words[0] == "python"
+            else [sys.executable, "-m", "accelerate.commands.accelerate_cli"]
+        )
+        ran = subprocess.run(
+            [*python, *words[1:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+        )
         assert ran.returncode == 0, (command, ran.stderr[-2000:])
         done += 1
     assert done >= 1
@@ -249,9 +306,18 @@ def test_each_edit_of_the_pages_trains(tmp_path, monkeypatch):
 
 def test_the_reward_functions_of_the_page_score():
     functions: dict = {}
-    exec(next(block for block in blocks(page("docs/rollouts.md"), "python") if "def brevity" in block), functions)
-    said = [[{"role": "assistant", "content": text}] for text in ("3+4=7. Answer: 7", "1+1=3. 3-1=2. Answer: 2", "")]
-    scores = {name: functions[name](completions=said, answer=["7", "3", "0"]) for name in ("right", "steps", "brevity")}
+    exec(
+        next(block for block in blocks(page("docs/rollouts.md"), "python") if "def brevity" in block),
+        functions,
+    )
+    said = [
+        [{"role": "assistant", "content": text}]
+        for text in ("3+4=7. Answer: 7", "1+1=3. 3-1=2. Answer: 2", "")
+    ]
+    scores = {
+        name: functions[name](completions=said, answer=["7", "3", "0"])
+        for name in ("right", "steps", "brevity")
+    }
     assert scores == {"right": [1.0, 0.0, 0.0], "steps": [1.0, 0.5, None], "brevity": [-0.016, -0.023, 0.0]}
 
 
@@ -292,9 +358,21 @@ def test_the_chain_of_the_demo_runs(local):
     shutil.rmtree("outputs")
 
     def run(stage, *words):
-        command = [sys.executable, str(ROOT / f"train_{stage}.py"), "--max_steps", "2", "--eval_steps", "0", *words]
+        command = [
+            sys.executable,
+            str(ROOT / f"train_{stage}.py"),
+            "--max_steps",
+            "2",
+            "--eval_steps",
+            "0",
+            *words,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        return done.returncode, (re.search(r"^model: (\S+)", done.stdout, re.M) or [None, None])[1], done.stderr
+        return (
+            done.returncode,
+            (re.search(r"^model: (\S+)", done.stdout, re.M) or [None, None])[1],
+            done.stderr,
+        )
 
     assert run("sft")[:2] == (0, "data/base_model")
     assert run("pretrain")[0] == 0
@@ -304,28 +382,50 @@ def test_the_chain_of_the_demo_runs(local):
     assert run("dpo")[:2] == run("grpo")[:2] == (0, "outputs/sft")
 
 
-# --- several machines -------------------------------------------------------------------------------------------------
+# --- several machines ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_the_command_for_two_machines_runs(tmp_path):
-    """That of docs/parallel.md, here with one CPU process on each of two "machines", without a shared disk: only the first one
-    has the checkpoint of the best adapter, which is merged. The best is not the last."""
+    """That of docs/parallel.md, here with one CPU process on each of two "machines", without a shared disk:
+    only the first one has the checkpoint of the best adapter, which is merged. The best is not the last."""
     peft = pytest.importorskip("peft")
-    config = page("accelerate_configs/multi_node.yaml").replace("mixed_precision: bf16", "mixed_precision: 'no'")
+    config = page("accelerate_configs/multi_node.yaml").replace(
+        "mixed_precision: bf16", "mixed_precision: 'no'"
+    )
     (tmp_path / "config.yaml").write_text(config + "use_cpu: true\n")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(tmp_path / "config.yaml"),
+    ]
     command += f"--num_machines 2 --num_processes 2 --main_process_ip 127.0.0.1 --main_process_port {free_port()}".split()
     words = "--use_peft --lora_r 4 --merge_lora --max_steps 4 --eval_steps 2 --max_eval_samples 8 --learning_rate 1e-2"
-    words = ["train_sft.py", *SMALL["sft"], "--dataset_name", "data/sft", *words.split(), "--save_best", "max:eval_loss"]
+    words = [
+        "train_sft.py",
+        *SMALL["sft"],
+        "--dataset_name",
+        "data/sft",
+        *words.split(),
+        "--save_best",
+        "max:eval_loss",
+    ]
     words += ["--dataset_cache_dir", str(tmp_path / "cache"), "--output_dir"]
     outputs = [tmp_path / "one", tmp_path / "other"]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         start = lambda rank: run_script([*command, "--machine_rank", str(rank), *words, str(outputs[rank])])  # noqa: E731
-        assert [(run.returncode, run.stderr[-2000:]) for run in pool.map(start, range(2)) if run.returncode] == []
+        assert [
+            (run.returncode, run.stderr[-2000:]) for run in pool.map(start, range(2)) if run.returncode
+        ] == []
     best = json.loads((outputs[0] / "summary.json").read_text())["best"]["step"]
     base = AutoModelForCausalLM.from_pretrained("data/base_model")
-    known = peft.PeftModel.from_pretrained(base, outputs[0] / f"checkpoint-{best}").merge_and_unload().state_dict()
+    known = (
+        peft.PeftModel.from_pretrained(base, outputs[0] / f"checkpoint-{best}")
+        .merge_and_unload()
+        .state_dict()
+    )
     exported = load_file(outputs[0] / "model.safetensors")
     assert best == 2 and all(torch.allclose(exported[name], known[name], atol=1e-6) for name in exported)
 
@@ -340,14 +440,17 @@ def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "5",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "4",
+    }
     env |= {"SLURM_JOB_NODELIST": "node[07-08]", "RESUBMIT": "1", "OUTPUT_DIR": str(tmp_path / "out")}
     command = ["bash", "accelerate_configs/slurm.sh", "train_sft.py", "--system_prompt", "two words"]
     assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
     calls = (tmp_path / "calls").read_text().splitlines()
-    wanted = (
-        "--num_machines 2 --num_processes 8 --machine_rank {} --main_process_ip node07 --main_process_port 20005 train_sft"
-    )
+    wanted = "--num_machines 2 --num_processes 8 --machine_rank {} --main_process_ip node07 --main_process_port 20005 train_sft"
     assert all(wanted.format(rank) in call and call.endswith("two words") for rank, call in enumerate(calls))
     assert len(calls) == 2 and not (tmp_path / "again").exists()
     for step, again in ((3, 1), (12, 2), (12, 2)):  # the last time it has not got on: not for ever

@@ -1,4 +1,5 @@
-"""experiments/train_ppo.py against float64: what each token earns, what the critic is told, and what both weigh."""
+"""experiments/train_ppo.py against float64: what each token earns, what the critic is told, and what both
+weigh."""
 
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ SETTINGS |= {
 }
 
 
-# --- the same by hand -----------------------------------------------------------------------------------------------
+# --- the same by hand ---------------------------------------------------------------------------------------
 
 
 def head_of(weights):
@@ -46,7 +47,8 @@ def advantages_of(rewards, values, s):
 
 
 def window_loss(run, s, step):
-    """Of a step, from the weights before it: loss, trained tensors by name, metrics, explained variance, how many count."""
+    """Of a step, from the weights before it: loss, trained tensors by name, metrics, explained variance, how
+    many count."""
     cycle = s.num_iterations * s.steps_per_generation
     first = step // cycle * cycle
     size = 8
@@ -62,7 +64,9 @@ def window_loss(run, s, step):
         for prompt, ids, reward in counted:
             old_logps, _, values = say(old, old_head, prompt, ids, s)
             ref_logps = say(reference, old_head, prompt, ids, s)[0]
-            rewards = -s.beta * (old_logps - ref_logps) if s.use_kl_in_reward else torch.zeros(len(ids)).double()
+            rewards = (
+                -s.beta * (old_logps - ref_logps) if s.use_kl_in_reward else torch.zeros(len(ids)).double()
+            )
             rewards[-1] += reward
             known.append((old_logps, ref_logps, values, advantages_of(rewards, values, s)))
     everyones = torch.cat([A for *_, A in known])
@@ -92,11 +96,18 @@ def window_loss(run, s, step):
 
 @pytest.mark.parametrize("in_reward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_step_is_that_of_the_papers(in_reward, launch, model, tmp_path):
-    """Two rollouts of two minibatches in two epochs: at first, where the critic says 0 and all ratios are 1, and later. Of
-    some completions nobody says what they are worth, or those that were cut do not count."""
+    """Two rollouts of two minibatches in two epochs: at first, where the critic says 0 and all ratios are 1,
+    and later. Of some completions nobody says what they are worth, or those that were cut do not count."""
     settings = SETTINGS | {"use_kl_in_reward": in_reward, "mask_truncated_completions": not in_reward}
     flags = [word for name, value in settings.items() for word in (f"--{name}", str(value).lower())]
-    flags += ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 2, "--learning_rate", "2e-3"]
+    flags += [
+        "--per_device_train_batch_size",
+        4,
+        "--gradient_accumulation_steps",
+        2,
+        "--learning_rate",
+        "2e-3",
+    ]
     flags += ["--max_steps", 6, "--max_completion_length", LONGEST if in_reward else 5]
     rows, s = chat_rows(("any", "any", "any", "flat")), SimpleNamespace(**settings)
     run = run_grpo(launch, tmp_path, "ppo", model, *flags, rows=rows, rewards=("picky",), extra=4)

@@ -28,7 +28,11 @@ DOCUMENTS = [
     "A pond has 3 ducks.",
     "Eva has 19 balls. Mia has 4 balls. Eva has more. 6+6 is 12. 8-6 is 2. 12+3 is 15. 8+8 is 16.",
 ]
-HELD_OUT = ["12-5+6+4: 12-5=7. 7+6=13. 13+4=17. The answer is 17.", "3+1=4. 13-7=6.", "Find 12-4, and say why it is so."]
+HELD_OUT = [
+    "12-5+6+4: 12-5=7. 7+6=13. 13+4=17. The answer is 17.",
+    "3+1=4. 13-7=6.",
+    "Find 12-4, and say why it is so.",
+]
 L = 20  # max_length of the runs
 
 
@@ -38,7 +42,8 @@ def documents(texts):
 
 
 def rows_of(texts, packing, length=L):
-    """What the tokens of a row can see, as (ids, mask): pieces of one long stream, or of each document by itself."""
+    """What the tokens of a row can see, as (ids, mask): pieces of one long stream, or of each document by
+    itself."""
     streams = documents(texts) if packing == "bfd" else [sum(documents(texts), [])]
     pieces = [stream[at : at + length] for stream in streams for at in range(0, len(stream), length)]
     return [(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
@@ -53,13 +58,21 @@ def data(tmp_path_factory):
 
 
 def pretrain(launch, data, *flags, model=BASE, batch=50, output="out"):
-    names = ["--dataset_name", data / "documents.jsonl", "--per_device_train_batch_size", batch, "--max_length", L]
+    names = [
+        "--dataset_name",
+        data / "documents.jsonl",
+        "--per_device_train_batch_size",
+        batch,
+        "--max_length",
+        L,
+    ]
     return watched(launch, "pretrain", model, *names, "--learning_rate", "1e-3", *flags, output=output)
 
 
 @pytest.mark.parametrize("packing", ["wrapped", "bfd"])
 def test_every_token_that_follows_another_is_trained(packing, launch, data, base):
-    """All documents as one step: loss, accuracy, entropy and gradient, whether rows cross the documents or hold them whole."""
+    """All documents as one step: loss, accuracy, entropy and gradient, whether rows cross the documents or
+    hold them whole."""
     run = pretrain(launch, data, "--packing_strategy", packing, "--num_train_epochs", 1)
     sequences = rows_of(DOCUMENTS, packing)
     assert len(run.rows) == 1
@@ -69,43 +82,72 @@ def test_every_token_that_follows_another_is_trained(packing, launch, data, base
 @pytest.mark.parametrize(("packing", "size"), [("wrapped", 2), ("bfd", 1)])
 def test_the_evaluation_is_the_mean_over_all_held_out_tokens(packing, size, launch, data, base):
     """Rows of different length in batches of any size, before and after a step."""
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
+    flags = [
+        "--eval_dataset_name",
+        data / "held_out.jsonl",
+        "--per_device_eval_batch_size",
+        size,
+        "--eval_steps",
+        1,
+    ]
     flags += ["--packing_strategy", packing, "--max_steps", 2, "--learning_rate", "1e-2"]
     run = pretrain(launch, data, *flags)
     assert_nll_evaluations(run, base, rows_of(HELD_OUT, packing))
 
 
 def test_dropout_is_on_in_training(launch, data, tmp_path):
-    """On the same row and weights the loss differs from step to step, and is the same when the run is repeated."""
+    """On the same row and weights the loss differs from step to step, and is the same when the run is
+    repeated."""
     one_row = write_rows(tmp_path / "one.jsonl", [{"text": DOCUMENTS[2]}])
     flags = ["--dataset_name", one_row, "--max_length", 128, "--learning_rate", 0, "--max_steps", 3]
     model = make_model(tmp_path / "model", "gpt2")
-    one, again = ([row["loss"] for row in pretrain(launch, data, *flags, model=model, output=o).rows] for o in "ab")
+    one, again = (
+        [row["loss"] for row in pretrain(launch, data, *flags, model=model, output=o).rows] for o in "ab"
+    )
     assert len(set(one)) == 3 and one == pytest.approx(again, rel=1e-6)
 
 
-SIZES = dict(hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40)
+SIZES = dict(
+    hidden_size=24, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=40
+)
 
 
 def test_a_new_model_has_the_sizes_that_were_asked_for(launch, data, tmp_path):
     """By flags, or by the configuration of another model; the vocabulary is the tokenizer's."""
-    flags = ["--dataset_name", data / "documents.jsonl", "--tokenizer_name", BASE, "--max_steps", 1, "--eval_steps", 0]
+    flags = [
+        "--dataset_name",
+        data / "documents.jsonl",
+        "--tokenizer_name",
+        BASE,
+        "--max_steps",
+        1,
+        "--eval_steps",
+        0,
+    ]
     flags += ["--save_steps", 0, "--per_device_train_batch_size", 2]
     names = ["hidden_size", "num_layers", "num_heads", "num_kv_heads", "intermediate_size"]
     sizes = [word for name, size in zip(names, SIZES.values(), strict=True) for word in (f"--{name}", size)]
     sizes += ["--max_length", 600, "--initializer_range", 0.5, "--tie_word_embeddings", "false"]
-    for output, more in (("flags", sizes), ("config", ["--config_name", tmp_path / "flags", "--max_length", 32])):
+    for output, more in (
+        ("flags", sizes),
+        ("config", ["--config_name", tmp_path / "flags", "--max_length", 32]),
+    ):
         folder = launch("pretrain", *flags, *more, "--learning_rate", 0, output=output)
         config = transformers.AutoConfig.from_pretrained(folder)
         assert {name: getattr(config, name) for name in SIZES} == SIZES
         assert config.vocab_size == len(tokenizer()) and config.tie_word_embeddings is False
         assert config.max_position_embeddings == 600 and config.eos_token_id == tokenizer().eos_token_id
-    weights = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "flags").model.layers[0].mlp.up_proj.weight
+    weights = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "flags")
+        .model.layers[0]
+        .mlp.up_proj.weight
+    )
     assert weights.std().item() == pytest.approx(0.5, rel=0.1)
 
 
 def test_documents_are_those_of_the_column_that_is_named(launch, data, base, tmp_path):
-    """In training, and in the samples; a new tokenizer knows their words, and a resumed run has the same one."""
+    """In training, and in the samples; a new tokenizer knows their words, and a resumed run has the same
+    one."""
     rows = [{"text": "zzzz", "story": text} for text in DOCUMENTS]
     flags = ["--dataset_name", write_rows(tmp_path / "rows.jsonl", rows), "--dataset_text_field", "story"]
     run = pretrain(launch, data, *flags, "--num_train_epochs", 1, "--eval_steps", 1, "--num_samples", 1)
@@ -130,10 +172,15 @@ def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data
 
 @pytest.mark.parametrize("packing", ["wrapped", "bfd"])
 def test_a_second_head_looks_further_ahead(packing, launch, tmp_path, base):
-    """experiments/train_mtp.py: it predicts each token from the state two tokens before it in its row. Some documents begin
-    alike, and their beginning is computed once."""
+    """experiments/train_mtp.py: it predicts each token from the state two tokens before it in its row. Some
+    documents begin alike, and their beginning is computed once."""
     texts = [*DOCUMENTS, DOCUMENTS[0] + "?", DOCUMENTS[0] + "!"]
-    words = ["--dataset_name", write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]), "--max_length", 64]
+    words = [
+        "--dataset_name",
+        write_rows(tmp_path / "rows.jsonl", [{"text": text} for text in texts]),
+        "--max_length",
+        64,
+    ]
     words += ["--per_device_train_batch_size", 50, "--packing_strategy", packing, "--num_train_epochs", 1]
     run = watched(launch, "mtp", BASE, *words, "--ahead_weight", 0.7, extra=4)
     assert len(run.rows) == 1
@@ -155,15 +202,19 @@ def test_a_second_head_looks_further_ahead(packing, launch, tmp_path, base):
 
 @pytest.mark.parametrize("packing, length", [("wrapped", L), ("bfd", 256)])
 def test_bits_per_byte_are_of_the_text(packing, length, launch, data, tmp_path):
-    """All nats of the held-out tokens by the bytes that they stand for; what nothing predicts, the first token of a row, is
-    not among them. The end of a text costs bits, and has no bytes."""
+    """All nats of the held-out tokens by the bytes that they stand for; what nothing predicts, the first
+    token of a row, is not among them. The end of a text costs bits, and has no bytes."""
     texts = [*HELD_OUT, *(["Zoë übt: 7 € ≥ 5 €, 3+4=7 🦆🦆"] if packing == "bfd" else [])]
     file = write_rows(tmp_path / "held_out.jsonl", [{"text": text} for text in texts])
     flags = ["--eval_dataset_name", file, "--packing_strategy", packing, "--max_length", length]
     run = pretrain(launch, data, *flags, "--eval_steps", 1, "--max_steps", 1)
     rows = [ids for ids, _ in rows_of(texts, packing, length)]
-    letters = [tokenizer().convert_ids_to_tokens(i) for ids in rows for i in ids[1:] if i != tokenizer().eos_token_id]
+    letters = [
+        tokenizer().convert_ids_to_tokens(i) for ids in rows for i in ids[1:] if i != tokenizer().eos_token_id
+    ]
     size = sum(map(len, letters))  # in a byte-level vocabulary each byte is written as one letter
     tokens = sum(len(ids) - 1 for ids in rows)
     for row in run.evals:
-        assert row["eval_bits_per_byte"] == pytest.approx(row["eval_loss"] * tokens / (math.log(2) * size), rel=1e-6)
+        assert row["eval_bits_per_byte"] == pytest.approx(
+            row["eval_loss"] * tokens / (math.log(2) * size), rel=1e-6
+        )

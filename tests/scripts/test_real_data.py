@@ -1,4 +1,5 @@
-"""Real data with real tokenizers: every file is read by its stage, and what is trained is decoded and compared.
+"""Real data with real tokenizers: every file is read by its stage, and what is trained is decoded and
+compared.
 
 Needs a folder with data and tokenizers beside the repository, or named by TESTS_DATA; skipped without it.
 """
@@ -56,7 +57,9 @@ def assert_trained(sequence, turns, tokenizer):
     mask = sequence["loss_mask"].astype(bool)
     parts = np.split(np.arange(len(mask)), np.flatnonzero(np.diff(mask)) + 1)
     parts = [sequence["input_ids"][part] for part in parts if mask[part[0]]]
-    texts = [tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in parts]
+    texts = [
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in parts
+    ]
     end = end_of_turn(tokenizer)
     assert all(text.endswith(end) for text in texts)
     for text, turn in zip(texts, [turn for turn in turns if turn["role"] == "assistant"], strict=True):

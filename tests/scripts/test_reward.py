@@ -1,4 +1,5 @@
-"""experiments/train_reward.py against float64, and its classifier against transformers and as a reward of GRPO."""
+"""experiments/train_reward.py against float64, and its classifier against transformers and as a reward of
+GRPO."""
 
 import copy
 
@@ -21,11 +22,20 @@ from tests.tiny import tiny_family, tiny_lm
 
 ROWS = [row | {"margin": m} for row, m in zip(pair_rows(PAIRS), (0.5, None, 2, 0.0), strict=True)]
 HELD_OUT = [row | {"margin": m} for row, m in zip(pair_rows(HELD_OUT_PAIRS), (1.0, None, 0.5), strict=True)]
-FLAGS = ["--per_device_train_batch_size", 4, "--learning_rate", "1e-2", "--center_rewards_coefficient", "0.05"]
+FLAGS = [
+    "--per_device_train_batch_size",
+    4,
+    "--learning_rate",
+    "1e-2",
+    "--center_rewards_coefficient",
+    "0.05",
+]
 
 
 def text_ids(messages):
-    return tokenizer()(tokenizer().apply_chat_template(messages, tokenize=False), add_special_tokens=False).input_ids
+    return tokenizer()(
+        tokenizer().apply_chat_template(messages, tokenize=False), add_special_tokens=False
+    ).input_ids
 
 
 def ids_of_pairs(rows):
@@ -42,7 +52,9 @@ def loss_of(scores, rows, centre=0.05):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """With dropout, which is to be off, and without a padding token, which a classifier needs."""
-    return make_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", attention_dropout=0.3, pad_token_id=None)
+    return make_model(
+        tmp_path_factory.mktemp("model") / "qwen3", "qwen3", attention_dropout=0.3, pad_token_id=None
+    )
 
 
 def reward(launch, model, folder, *flags, output="out"):
@@ -62,7 +74,8 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
     body = exact(model).model
     with torch.no_grad():
         states = [
-            [body(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in pair] for pair in ids_of_pairs(ROWS)
+            [body(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids in pair]
+            for pair in ids_of_pairs(ROWS)
         ]
     head = torch.zeros(states[0][0].shape, dtype=torch.float64, requires_grad=True)
     loss = loss_of(torch.stack([torch.stack([state @ head for state in pair]) for pair in states]), ROWS)
@@ -70,12 +83,17 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
     first = train_metrics(output)[0]
     assert first["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert first["grad_norm"] == pytest.approx(head.grad.norm().item(), rel=1e-4)
-    # At the end the classifier that was saved gives the scores of the last evaluation, with padding on either side.
-    classifier = AutoModelForSequenceClassification.from_pretrained(output / "classifier", dtype=torch.float64).eval()
+    # At the end the classifier that was saved gives the scores of the last evaluation, with padding on either
+    # side.
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        output / "classifier", dtype=torch.float64
+    ).eval()
     saved = AutoTokenizer.from_pretrained(output / "classifier")
     pairs = ids_of_pairs(HELD_OUT)
     with torch.no_grad():
-        scores = torch.stack([torch.stack([classifier(torch.tensor([ids])).logits[0, 0] for ids in pair]) for pair in pairs])
+        scores = torch.stack(
+            [torch.stack([classifier(torch.tensor([ids])).logits[0, 0] for ids in pair]) for pair in pairs]
+        )
         for side in ("left", "right"):
             saved.padding_side = side
             batch = saved.pad({"input_ids": [ids for pair in pairs for ids in pair]}, return_tensors="pt")
@@ -83,14 +101,20 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
     last = evals_of(output)[-1]
     assert last["eval_loss"] == pytest.approx(loss_of(scores, HELD_OUT).item(), rel=1e-4)
     margins = scores[:, 0] - scores[:, 1]
-    wanted = {"accuracies": (margins > 0).double(), "margins": margins, "confidences": torch.sigmoid(margins.abs())}
+    wanted = {
+        "accuracies": (margins > 0).double(),
+        "margins": margins,
+        "confidences": torch.sigmoid(margins.abs()),
+    }
     for name, values in wanted.items():
         assert last[f"eval_rewards/{name}"] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-5)
     assert margins.abs().min() > 0.01, "it has learned nothing"
     # And so does the reward function that GRPO makes of it.
     (function,) = load_rewards([str(output / "classifier")], torch.device("cpu"))
     rows = HELD_OUT
-    found = function.function(prompts=[row["prompt"] for row in rows], completions=[row["chosen"] for row in rows])
+    found = function.function(
+        prompts=[row["prompt"] for row in rows], completions=[row["chosen"] for row in rows]
+    )
     assert found == pytest.approx(scores[:, 0].tolist(), rel=1e-4, abs=1e-5)
 
 
@@ -98,15 +122,27 @@ def test_the_first_step_and_the_classifier_at_the_end(launch, model, tmp_path):
 def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}." * i, "score": i / 2} for i in range(1, 6)]
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
-    words += ["--eval_dataset_name", tmp_path / "rows.jsonl", "--objective", "regression", "--learning_rate", "1e-2"]
+    words += [
+        "--eval_dataset_name",
+        tmp_path / "rows.jsonl",
+        "--objective",
+        "regression",
+        "--learning_rate",
+        "1e-2",
+    ]
     words += "--max_steps 6 --eval_steps 6 --save_steps 0".split()
     output = launch("reward", *words)
     first, last = evals_of(output)
     assert first["eval_loss"] == pytest.approx(np.mean([row["score"] ** 2 for row in rows]), rel=1e-5)
     (function,) = load_rewards([str(output / "classifier")], torch.device("cpu"))
     columns = {f"{name}s": [row[name] for row in rows] for name in ("prompt", "completion")}
-    errors = [(score - row["score"]) ** 2 for score, row in zip(function.function(**columns), rows, strict=True)]
-    assert last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4) and last["eval_loss"] < first["eval_loss"]
+    errors = [
+        (score - row["score"]) ** 2 for score, row in zip(function.function(**columns), rows, strict=True)
+    ]
+    assert (
+        last["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-4)
+        and last["eval_loss"] < first["eval_loss"]
+    )
 
 
 def test_the_last_token_without_padding_is_scored():
@@ -137,7 +173,15 @@ def test_a_model_without_classifier_is_refused():
 
 
 def test_a_number_may_be_written_as_text_as_tables_have_it():
-    for value, found in ((3, 3.0), (-0.5, -0.5), ("3", 3.0), (" -.5", -0.5), ("+1e3", 1000.0), ("2.", 2.0), (0, 0.0)):
+    for value, found in (
+        (3, 3.0),
+        (-0.5, -0.5),
+        ("3", 3.0),
+        (" -.5", -0.5),
+        ("+1e3", 1000.0),
+        ("2.", 2.0),
+        (0, 0.0),
+    ):
         assert number_of({"score": value}, "score") == found
     for columns in ({"score": ""}, {"score": None}, {}):
         assert number_of(columns, "score", 7.0) == 7

@@ -13,7 +13,16 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import ROOT, read_metrics, read_rows, run_script, teacher, torchrun, train_metrics, words_of
+from tests.conftest import (
+    ROOT,
+    read_metrics,
+    read_rows,
+    run_script,
+    teacher,
+    torchrun,
+    train_metrics,
+    words_of,
+)
 from tests.run.fsdp import LAUNCHER
 from tests.sampling.fake_vllm import FakeVLLM
 
@@ -34,7 +43,13 @@ STAGES = {
 
 
 def words(stage, *servers, more=""):
-    return [*STAGES[stage].split(), *COMMON.split(), *more.split(), *(["--rollout_server"] if servers else []), *servers]
+    return [
+        *STAGES[stage].split(),
+        *COMMON.split(),
+        *more.split(),
+        *(["--rollout_server"] if servers else []),
+        *servers,
+    ]
 
 
 @pytest.fixture
@@ -53,7 +68,9 @@ def fake():
 
 
 def assert_same_model(one, other, exact=True):
-    file = "adapter_model.safetensors" if (one / "adapter_model.safetensors").exists() else "model.safetensors"
+    file = (
+        "adapter_model.safetensors" if (one / "adapter_model.safetensors").exists() else "model.safetensors"
+    )
     a, b = load_file(one / file), load_file(other / file)
     for name, weight in a.items():
         if exact:
@@ -72,9 +89,7 @@ SLOW = [pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distil
 
 @pytest.mark.parametrize("stage", ["grpo", *SLOW])
 def test_a_run_with_a_server_samples_the_same(stage, launch, fake):
-    small = (
-        "--max_steps 2 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1 --beta 0"
-    )
+    small = "--max_steps 2 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1 --beta 0"
     more = small if stage == "grpo" else ""  # that one is in the fast suite
     own = launch(stage, *words(stage, more=more), output="own")
     server = fake()
@@ -95,9 +110,17 @@ def test_held_out_episodes_are_played_with_the_weights_of_now(launch, fake, tmp_
     prompts = (ROOT / "experiments/data/tools/validation.jsonl").read_text().splitlines()[:6]
     (tmp_path / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     more = "--max_steps 1 --save_steps 0 --per_device_train_batch_size 4 --eval_steps 1 --learning_rate 1e-2"
-    more += f" --max_completion_length 12 --eval_temperatures 0.7 --eval_dataset_name {tmp_path}/prompts.jsonl"
-    own, theirs = (launch("tools", *words("tools", *urls, more=more), output=f"{len(urls)}") for urls in ([], [fake().url]))
-    told = [[(row["step"], row["completion"]) for row in read_rows(folder / "samples.jsonl")] for folder in (own, theirs)]
+    more += (
+        f" --max_completion_length 12 --eval_temperatures 0.7 --eval_dataset_name {tmp_path}/prompts.jsonl"
+    )
+    own, theirs = (
+        launch("tools", *words("tools", *urls, more=more), output=f"{len(urls)}")
+        for urls in ([], [fake().url])
+    )
+    told = [
+        [(row["step"], row["completion"]) for row in read_rows(folder / "samples.jsonl")]
+        for folder in (own, theirs)
+    ]
     assert told[0] == told[1] and len({*told[0]}) == 12
 
 
@@ -113,23 +136,32 @@ class Drifting(FakeVLLM):
 
 
 def test_each_rollout_is_compared_with_the_model(launch):
-    with Drifting(teacher(), max_model_len=1024) as server, pytest.raises(UserError, match="nats a token off"):
+    with (
+        Drifting(teacher(), max_model_len=1024) as server,
+        pytest.raises(UserError, match="nats a token off"),
+    ):
         small = "--max_steps 3 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1"
         launch("grpo", *words("grpo", server.url, more=small))
     assert server.reloads == 2
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "more"), [("grpo", ""), ("grpo_ahead", "--learning_rate 1e-4"), ("grpo", "--use_peft")])
+@pytest.mark.parametrize(
+    ("stage", "more"), [("grpo", ""), ("grpo_ahead", "--learning_rate 1e-4"), ("grpo", "--use_peft")]
+)
 def test_a_killed_run_pushes_and_goes_on_bit_for_bit(stage, more, launch, fake, tmp_path):
     more += " --max_steps 20 --num_iterations 1"
     whole = launch(stage, *words(stage, fake().url, more=more), output="whole")
     server = fake()
     command = [sys.executable, *words_of(stage), *words(stage, server.url, more=more)]
     command += ["--output_dir", str(tmp_path / "killed")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+    )
     deadline = time.monotonic() + 400
-    while len(checkpoints(tmp_path / "killed")) < 2 and process.poll() is None and time.monotonic() < deadline:
+    while (
+        len(checkpoints(tmp_path / "killed")) < 2 and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -148,7 +180,11 @@ def test_a_killed_run_pushes_and_goes_on_bit_for_bit(stage, more, launch, fake, 
 def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache):
     one = launch("grpo", *words("grpo", fake().url, more=more), output="one")
     servers = [fake().url, fake(play="500").url]
-    both = [*words("grpo", *servers, more=f"{more} --per_device_train_batch_size 8"), "--output_dir", str(tmp_path / "two")]
+    both = [
+        *words("grpo", *servers, more=f"{more} --per_device_train_batch_size 8"),
+        "--output_dir",
+        str(tmp_path / "two"),
+    ]
     both += ["--dataset_cache_dir", str(token_cache)]
     command = torchrun()
     if how == "fsdp2":
@@ -159,7 +195,8 @@ def test_two_processes_are_as_one(how, more, launch, fake, tmp_path, token_cache
     run = run_script([*command, *both], timeout=200, CONFIG="fsdp2")
     assert run.returncode == 0, run.stderr[-6000:]
     assert texts(one) == texts(tmp_path / "two")
-    assert "has failed (HTTP 500" in run.stdout or "has failed" not in run.stdout  # said by the first process alone
+    # said by the first process alone
+    assert "has failed (HTTP 500" in run.stdout or "has failed" not in run.stdout
     assert_same_model(one, tmp_path / "two", exact=False)
 
 

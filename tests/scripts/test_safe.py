@@ -23,13 +23,17 @@ class Tokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture
 def custom(tmp_path):
-    """A model folder that brings Python code for its config, model and tokenizer, and the file that shows that it ran."""
+    """A model folder that brings Python code for its config, model and tokenizer, and the file that shows
+    that it ran."""
     folder, marker = tmp_path / "custom", tmp_path / "marker"
     shutil.copytree("data/base_model", folder)
     (folder / "custom.py").write_text(CUSTOM.format(marker=str(marker)))
     config = json.loads((folder / "config.json").read_text())
     models = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
-    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "custom.Config"} | dict.fromkeys(models, "custom.Model")}
+    config |= {
+        "model_type": "custom",
+        "auto_map": {"AutoConfig": "custom.Config"} | dict.fromkeys(models, "custom.Model"),
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder, marker
 
@@ -61,7 +65,14 @@ def test_code_of_a_model_folder_is_not_run_unless_asked(what, custom, asked, lau
     elif what == "config":
         words = ["--config", "data/configs/pretrain.yaml"]
     elif what == "reward":
-        words = ["--config", "data/configs/grpo.yaml", "--model_name_or_path", "data/base_model", "--reward_weights", "1"]
+        words = [
+            "--config",
+            "data/configs/grpo.yaml",
+            "--model_name_or_path",
+            "data/base_model",
+            "--reward_weights",
+            "1",
+        ]
     with pytest.raises(UserError, match="custom code") as refused:
         launch(stage, *words, flag, named)
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)
@@ -86,7 +97,10 @@ def test_a_chat_template_renders_in_a_sandbox(attack, launch, tmp_path):
     shutil.copytree("data/base_model", tmp_path / "m")
     template = tmp_path / "m" / "chat_template.jinja"
     marker, whole = tmp_path / "marker", template.read_text()
-    for text in (attack + whole, attack + "{% generation %}{{ messages[1].content }}{% endgeneration %}<|im_end|>"):
+    for text in (
+        attack + whole,
+        attack + "{% generation %}{{ messages[1].content }}{% endgeneration %}<|im_end|>",
+    ):
         template.write_text(text.replace("MARKER", str(marker)))
         with pytest.raises(UserError) as refused:
             launch("sft", *SFT, "--model_name_or_path", tmp_path / "m")

@@ -1,4 +1,5 @@
-"""Each script, launched as a user launches it, learns on the embedded demo and leaves behind what the README says."""
+"""Each script, launched as a user launches it, learns on the embedded demo and leaves behind what the README
+says."""
 
 import json
 import math
@@ -10,27 +11,51 @@ import torch
 from transformers import AutoConfig
 import yaml
 
-from tests.conftest import EXPERIMENTS, demo, read_metrics, read_rows, run_script, teacher, torchrun, train_metrics
+from tests.conftest import (
+    EXPERIMENTS,
+    demo,
+    read_metrics,
+    read_rows,
+    run_script,
+    teacher,
+    torchrun,
+    train_metrics,
+)
 from tests.scripts.one_step import ADAMW, assert_adamw, assert_clipped, make_model, watched
 from tests.scripts.texts import BASE as BASE_MODEL
 
-# script -> (flags that make the demo short, what must have happened between the first and the last evaluation)
+# script -> (flags that make the demo short, what must have happened between the first and the last
+# evaluation)
 RUNS = {
-    "pretrain": ("--max_steps 100 --eval_steps 100", lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50),
+    "pretrain": (
+        "--max_steps 100 --eval_steps 100",
+        lambda a, b: b["eval_perplexity"] < a["eval_perplexity"] / 50,
+    ),
     "sft": (
         "--max_steps 50 --eval_steps 50 --max_eval_samples 60 --eval_max_new_tokens 16",
         lambda a, b: b["eval_loss"] < 1 < 3 < a["eval_loss"],
     ),
     "dpo": (
         "--max_steps 30 --eval_steps 30 --max_eval_samples 60",
-        lambda a, b: b["eval_rewards/accuracies"] > 0.85 and b["eval_rewards/margins"] > 1 > abs(a["eval_rewards/margins"]),
+        lambda a, b: (
+            b["eval_rewards/accuracies"] > 0.85
+            and b["eval_rewards/margins"] > 1 > abs(a["eval_rewards/margins"])
+        ),
     ),
     "grpo": (
         "--config data/configs/grpo_zero.yaml --max_steps 16 --eval_steps 16",
         lambda a, b: b["eval_exact_number"] > a["eval_exact_number"] + 0.1,
     ),
 }
-LEFT = {"model.safetensors", "config.json", "tokenizer.json", "metrics.jsonl", "samples.jsonl", "args.yaml", "summary.json"}
+LEFT = {
+    "model.safetensors",
+    "config.json",
+    "tokenizer.json",
+    "metrics.jsonl",
+    "samples.jsonl",
+    "args.yaml",
+    "summary.json",
+}
 LEFT |= {"report.html", "events.jsonl", "generation_config.json"}
 LOGGED = {"step", "loss", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second"}
 TRAINED = {
@@ -43,7 +68,9 @@ TRAINED = {
 BASE = "--model_name_or_path data/base_model --eval_steps 0 --logging_steps 1"
 
 
-@pytest.mark.parametrize("stage", [s if s == "sft" else pytest.param(s, marks=pytest.mark.slow) for s in RUNS])
+@pytest.mark.parametrize(
+    "stage", [s if s == "sft" else pytest.param(s, marks=pytest.mark.slow) for s in RUNS]
+)
 def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
     words, learned = RUNS[stage]
     launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
@@ -68,7 +95,9 @@ def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
 
 # What a demo lacks, what makes it short, and what gives the base model rewards that differ.
 SAMPLED = "--reward_funcs length:4 --reward_weights 1 --max_completion_length 8"
-MORE = {stage: f"{SAMPLED} --num_generations 4" for stage in ("grpo", "grpo_ahead", "dynamic_sampling", "tools")}
+MORE = {
+    stage: f"{SAMPLED} --num_generations 4" for stage in ("grpo", "grpo_ahead", "dynamic_sampling", "tools")
+}
 MORE |= {
     "online_dpo": SAMPLED,
     "ppo": f"{SAMPLED} --num_iterations 1",
@@ -79,7 +108,9 @@ MORE["distill"] = f"--max_completion_length 4 --teacher_model_name_or_path {teac
 MORE["dpo"] = "--sft_weight 0 --precompute_ref_log_probs false"
 
 
-@pytest.mark.parametrize("stage", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERIMENTS)])
+@pytest.mark.parametrize(
+    "stage", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in EXPERIMENTS)]
+)
 def test_the_schedule_ends_with_the_run(stage, launch):
     words = f"--config {demo(stage)} {BASE} --learning_rate 3e-4 --lr_scheduler_type linear --warmup_steps 0"
     words += f" --min_lr_ratio 0 --max_steps 3 --max_train_samples 12 --per_device_train_batch_size 4 {MORE.get(stage, '')}"
@@ -99,15 +130,16 @@ FEW = {
 
 @pytest.mark.parametrize("stage", FEW)
 def test_adamw_has_the_settings_that_were_asked_for(stage, launch):
-    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is clipped."""
+    """Betas, epsilon, decay and the rate of each step are in the weights; a gradient that is too long is
+    clipped."""
     free = watched(launch, stage, BASE_MODEL, *FEW[stage].split(), *ADAMW, "--max_steps", 6)
     assert_adamw(free)
     words = [*FEW[stage].split(), "--max_steps", 1, "--max_grad_norm", 0.05]
     assert_clipped(watched(launch, stage, BASE_MODEL, *words, output="clipped"), free, 0.05)
 
 
-# Windows of 8 examples of uneven length; the second one of SFT and DPO holds 3, so that the second process has one at most.
-# Of DPO's evaluation it has none.
+# Windows of 8 examples of uneven length; the second one of SFT and DPO holds 3, so that the second process
+# has one at most. Of DPO's evaluation it has none.
 STEP = {
     "pretrain": "--config data/configs/pretrain.yaml --packing_strategy bfd --max_train_samples 60 --max_length 64",
     "sft": "--config data/configs/sft.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
@@ -144,14 +176,16 @@ os._exit(0)  # as `launch` does: a process group that Python takes down may end 
 
 @pytest.fixture(scope="module")
 def on_two_processes(tmp_path_factory):
-    """{script: the output folder of two steps on two processes}; all in one launch, as starting takes the longest. Weights
-    that drift apart are not saved."""
+    """{script: the output folder of two steps on two processes}; all in one launch, as starting takes the
+    longest. Weights that drift apart are not saved."""
     folder = tmp_path_factory.mktemp("two")
     words = {stage: [*steps(stage, 2, 2), "--output_dir", f"{folder}/{stage}"] for stage in STEP}
     words = {stage: [*given, "--dataset_cache_dir", f"{folder}/cache"] for stage, given in words.items()}
     (folder / "in_turn.py").write_text(IN_TURN)
     drifts = [*words["sft"], "--save_steps", "1", "--output_dir", f"{folder}/drifts"]
-    run = run_script([*torchrun(), str(folder / "in_turn.py"), json.dumps(words), json.dumps(drifts)], timeout=200)
+    run = run_script(
+        [*torchrun(), str(folder / "in_turn.py"), json.dumps(words), json.dumps(drifts)], timeout=200
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     assert "refused: step 1: the weights differ between the processes" in run.stdout
     return {stage: folder / stage for stage in STEP}
@@ -171,7 +205,10 @@ def test_two_processes_take_the_steps_of_one(stage, launch, on_two_processes):
     for one, two in zip(read_metrics(whole), read_metrics(parts), strict=True):
         assert one.keys() == two.keys() and two == pytest.approx(one, rel=2e-4, abs=2e-5)
     one, two = (load_file(folder / "model.safetensors") for folder in (whole, parts))
-    moved = max((one[name] - value).abs().max() for name, value in load_file("data/base_model/model.safetensors").items())
+    moved = max(
+        (one[name] - value).abs().max()
+        for name, value in load_file("data/base_model/model.safetensors").items()
+    )
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=0.02 * moved.item())
 
@@ -186,9 +223,7 @@ def test_adapters_are_trained_with_recomputation(stage, launch):
     """The adapter is what is saved in checkpoints, and at the end where it is not merged."""
     pytest.importorskip("peft")
     words = f"--config {demo(stage)} {BASE} --max_steps 4 --save_steps 2 --warmup_steps 0 --learning_rate 1e-2 --use_peft"
-    words += (
-        f" --lora_r 4 --gradient_checkpointing --max_train_samples 16 --per_device_train_batch_size 4 {MORE.get(stage, '')}"
-    )
+    words += f" --lora_r 4 --gradient_checkpointing --max_train_samples 16 --per_device_train_batch_size 4 {MORE.get(stage, '')}"
     merged = ["--merge_lora"] if stage in EXPERIMENTS else []
     output = launch(stage, *words.split(), *merged)
     rows = train_metrics(output)
@@ -226,16 +261,27 @@ def test_without_prompts_the_first_rows_are_completed(stage, launch, tmp_path, c
         assert "no samples: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind, stages", [("rwkv", ["sft"]), pytest.param("lfm2", [*RUNS], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind, stages", [("rwkv", ["sft"]), pytest.param("lfm2", [*RUNS], marks=pytest.mark.slow)]
+)
 def test_a_model_with_a_state_trains_and_is_sampled(kind, stages, launch, tmp_path):
     """One stage after the other, from the model that the last one saved."""
     model = make_model(tmp_path / kind, kind, **{"lfm2": {"max_position_embeddings": 1024}}.get(kind, {}))
     few = "--max_steps 3 --eval_steps 3 --eval_max_new_tokens 2 --max_train_samples 16 --max_eval_samples 2"
     few += " --logging_steps 1 --save_steps 0 --learning_rate 1e-2 --per_device_train_batch_size 4"
     for stage in stages:
-        more = {"pretrain": "--max_length 64", "grpo": "--max_completion_length 8 --num_generations 4"}.get(stage, "")
-        words = ["--dataset_name", "data/pretrain/train.txt" if stage == "pretrain" else f"data/{stage}", *more.split()]
+        more = {"pretrain": "--max_length 64", "grpo": "--max_completion_length 8 --num_generations 4"}.get(
+            stage, ""
+        )
+        words = [
+            "--dataset_name",
+            "data/pretrain/train.txt" if stage == "pretrain" else f"data/{stage}",
+            *more.split(),
+        ]
         output = launch(stage, "--model_name_or_path", model, *few.split(), *words, output=stage)
         assert len(train_metrics(output)) == 3 and (output / "samples.jsonl").read_text()
-        assert AutoConfig.from_pretrained(output).architectures == AutoConfig.from_pretrained(model).architectures
+        assert (
+            AutoConfig.from_pretrained(output).architectures
+            == AutoConfig.from_pretrained(model).architectures
+        )
         model = output

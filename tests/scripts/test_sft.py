@@ -23,24 +23,41 @@ from tests.scripts.texts import BASE, chat, tokenizer
 CHATS = [
     chat("What is 3+4?", "3+4=7. Answer: 7"),
     chat(
-        "Eva has 10 figs. She loses 4. How many figs now?", "Answer: 6", "What is 14-7+3?", "Answer: 10", system="Be short."
+        "Eva has 10 figs. She loses 4. How many figs now?",
+        "Answer: 6",
+        "What is 14-7+3?",
+        "Answer: 10",
+        system="Be short.",
     ),
-    chat("Hi", "Hello!", "Which number comes before 14?", "13 comes before 14.", "And before 9?", "8 comes before 9."),
+    chat(
+        "Hi",
+        "Hello!",
+        "Which number comes before 14?",
+        "13 comes before 14.",
+        "And before 9?",
+        "8 comes before 9.",
+    ),
     chat("How much is 15-6-4?", "15-6=9. 9-4=5. Answer: 5", system="Show your working."),
     chat("Today is Monday. What comes next?", "Tuesday", "And then?", "Then comes Wednesday. Then Thursday."),
     chat("Max has 9 cards. He buys 5. How many cards now?", "9+5=14."),
 ]
 HELD_OUT = [
     chat("What is 8-5?", "8-5=3. Answer: 3"),
-    chat("A pond has 3 ducks. 7 come. How many now? And who counts them, and why, and for how long?", "Answer: 10"),
-    chat("What is 1+1?", "2", "What is 6+6?", "6+6 is 12. 8-6 is 2. 12+3 is 15. Answer: 12", system="Be short."),
+    chat(
+        "A pond has 3 ducks. 7 come. How many now? And who counts them, and why, and for how long?",
+        "Answer: 10",
+    ),
+    chat(
+        "What is 1+1?", "2", "What is 6+6?", "6+6 is 12. 8-6 is 2. 12+3 is 15. Answer: 12", system="Be short."
+    ),
     chat("Hi", "Hello!"),
     chat("Mia sees Zoe. Who sees Mia?", "Tomorrow is Tuesday. Then Zoe sees Mia."),
 ]
 
 
 def encoded(messages, train_on="all_turns"):
-    """A conversation as (ids, mask): the template's text, of which the answers and the ends of their turns are trained."""
+    """A conversation as (ids, mask): the template's text, of which the answers and the ends of their turns
+    are trained."""
     text, spans = "", []
     for message in messages:
         text += f"<|im_start|>{message['role']}\n"
@@ -65,7 +82,14 @@ def data(tmp_path_factory):
 
 
 def sft(launch, data, *flags, model=BASE, batch=6, output="out"):
-    names = ["--dataset_name", data / "chats.jsonl", "--per_device_train_batch_size", batch, "--learning_rate", "1e-3"]
+    names = [
+        "--dataset_name",
+        data / "chats.jsonl",
+        "--per_device_train_batch_size",
+        batch,
+        "--learning_rate",
+        "1e-3",
+    ]
     return watched(launch, "sft", model, *names, *flags, output=output)
 
 
@@ -91,14 +115,21 @@ STEPS = {  # flags, conversations of a micro-batch, what is trained, tokens of a
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_answers_are_trained_and_nothing_else(name, launch, data, base, tmp_path):
-    """All conversations as one step: each trained token has the same weight; what has no trained token left is not there."""
+    """All conversations as one step: each trained token has the same weight; what has no trained token left
+    is not there."""
     flags, batch, train_on, longest, kind = STEPS[name]
     model = make_model(tmp_path / "model", kind) if kind else BASE
     run = sft(launch, data, *flags.split(), model=model, batch=batch)
-    sequences = [(ids[:longest], mask[:longest]) for ids, mask in (encoded(messages, train_on) for messages in CHATS)]
+    sequences = [
+        (ids[:longest], mask[:longest]) for ids, mask in (encoded(messages, train_on) for messages in CHATS)
+    ]
     sequences = [(ids, mask) for ids, mask in sequences if any(mask)]
-    assert len(run.rows) == 1 and (1 < len(sequences) < len(CHATS) if longest < 999 else len(sequences) == len(CHATS))
-    assert_nll_step(run, exact(model) if kind else base, sequences, num_tokens=sum(len(ids) for ids, _ in sequences))
+    assert len(run.rows) == 1 and (
+        1 < len(sequences) < len(CHATS) if longest < 999 else len(sequences) == len(CHATS)
+    )
+    assert_nll_step(
+        run, exact(model) if kind else base, sequences, num_tokens=sum(len(ids) for ids, _ in sequences)
+    )
 
 
 def test_packed_rows_are_full(launch, data):
@@ -108,19 +139,32 @@ def test_packed_rows_are_full(launch, data):
 
 @pytest.mark.parametrize("more", [-2, -1, 0])
 def test_a_sliding_window_of_about_the_length_of_a_row(more, launch, tmp_path):
-    """A token sees as many as the window is wide, itself among them, in rows that are hardly longer than it, too."""
+    """A token sees as many as the window is wide, itself among them, in rows that are hardly longer than it,
+    too."""
     ids, mask = encoded(CHATS[0], "everything")
     model = make_model(tmp_path / "model", "mistral", sliding_window=len(ids) + more)
     one_row = write_rows(tmp_path / "one.jsonl", [{"messages": CHATS[0]}])
-    flags = ["--dataset_name", one_row, "--train_on", "everything", "--per_device_train_batch_size", 1, "--max_steps", 1]
+    flags = [
+        "--dataset_name",
+        one_row,
+        "--train_on",
+        "everything",
+        "--per_device_train_batch_size",
+        1,
+        "--max_steps",
+        1,
+    ]
     assert_nll_step(watched(launch, "sft", model, *flags), exact(model), [(ids, mask)])
 
 
 def test_an_epoch_trains_each_conversation_once(launch, data, base):
-    """Steps of two conversations at a rate of 0: each loss and gradient is that of one pair, and the pairs share no one."""
+    """Steps of two conversations at a rate of 0: each loss and gradient is that of one pair, and the pairs
+    share no one."""
     run = sft(launch, data, "--num_train_epochs", 2, "--learning_rate", 0, batch=2)
     sequences = [encoded(messages) for messages in CHATS]
-    pairs = {pair: nll_window(base, [sequences[i] for i in pair]) for pair in itertools.combinations(range(6), 2)}
+    pairs = {
+        pair: nll_window(base, [sequences[i] for i in pair]) for pair in itertools.combinations(range(6), 2)
+    }
     assert len(run.rows) == 6
     seen = []
     for row, gradient in zip(run.rows, run.grads, strict=True):
@@ -135,7 +179,14 @@ def test_an_epoch_trains_each_conversation_once(launch, data, base):
 @pytest.mark.parametrize("size", [2, 5])
 def test_the_evaluation_is_the_mean_over_all_held_out_tokens(size, launch, data, base):
     """Rows of different length in batches of any size, before and after a step."""
-    flags = ["--eval_dataset_name", data / "held_out.jsonl", "--per_device_eval_batch_size", size, "--eval_steps", 1]
+    flags = [
+        "--eval_dataset_name",
+        data / "held_out.jsonl",
+        "--per_device_eval_batch_size",
+        size,
+        "--eval_steps",
+        1,
+    ]
     run = sft(launch, data, *flags, "--max_steps", 2, "--learning_rate", "1e-2")
     assert_nll_evaluations(run, base, [encoded(messages) for messages in HELD_OUT])
 
@@ -143,19 +194,25 @@ def test_the_evaluation_is_the_mean_over_all_held_out_tokens(size, launch, data,
 def test_a_token_weighs_the_same_in_every_held_out_source(launch, data, base, tmp_path):
     """The loss of all is the mean over their tokens, beside that of each source."""
     parts = {"one": HELD_OUT[:4], "two": HELD_OUT[4:]}
-    files = [write_rows(tmp_path / f"{name}.jsonl", [{"messages": m} for m in part]) for name, part in parts.items()]
+    files = [
+        write_rows(tmp_path / f"{name}.jsonl", [{"messages": m} for m in part])
+        for name, part in parts.items()
+    ]
     run = sft(launch, data, "--eval_dataset_name", *files, "--eval_steps", 1, "--max_steps", 1)
     values = nll_window(base, [encoded(messages) for messages in HELD_OUT])[1]
-    own = {f"{name}_loss": nll_window(base, list(map(encoded, part)))[1]["loss"] for name, part in parts.items()}
+    own = {
+        f"{name}_loss": nll_window(base, list(map(encoded, part)))[1]["loss"] for name, part in parts.items()
+    }
     assert_metrics(run.evals[0], {f"eval_{name}": value for name, value in (values | own).items()})
 
 
 @pytest.mark.parametrize("kind", DROPOUT)
 def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp_path):
-    """On the same data and weights the gradient differs from step to step, also after an evaluation, and with the seed; it is
-    the same when the run is repeated."""
+    """On the same data and weights the gradient differs from step to step, also after an evaluation, and with
+    the seed; it is the same when the run is repeated."""
     model = make_model(tmp_path / "model", kind)
-    one_row = write_rows(tmp_path / "one.jsonl", [{"messages": CHATS[2]}])  # in whose order there is no difference
+    # in whose order there is no difference
+    one_row = write_rows(tmp_path / "one.jsonl", [{"messages": CHATS[2]}])
     flags = ["--dataset_name", one_row, "--eval_dataset_name", data / "held_out.jsonl", "--eval_steps", 1]
     flags += ["--learning_rate", 0, "--max_steps", 3]
     run = sft(launch, data, *flags, model=model, batch=1)
@@ -172,7 +229,8 @@ def test_dropout_is_on_in_training_and_off_in_evaluation(kind, launch, data, tmp
 
 
 def test_turn_dropping_ends_conversations_after_an_earlier_answer(launch, data, base):
-    """At probability 1 each one that has several answers; the loss of a step on one is that of such a start of it."""
+    """At probability 1 each one that has several answers; the loss of a step on one is that of such a start
+    of it."""
     run = sft(launch, data, "--turn_dropping", 1, "--learning_rate", 0, batch=1)
     whole = [nll_window(base, [encoded(messages)])[1]["loss"] for messages in CHATS]
     starts = {}

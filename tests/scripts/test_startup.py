@@ -48,7 +48,17 @@ def test_a_plain_run_imports_only_what_it_needs(tmp_path):
     run = run_script([sys.executable, "-c", STOP_AT_THE_FIRST_STEP, *words.split()])
     assert run.returncode == 0, run.stderr[-3000:]
     imported = set(re.search("IMPORTED (.*)", run.stdout)[1].split())
-    large = {"datasets", "pyarrow", "pandas", "matplotlib", "peft", "sklearn", "scipy", "tensorboard", "torchvision"}
+    large = {
+        "datasets",
+        "pyarrow",
+        "pandas",
+        "matplotlib",
+        "peft",
+        "sklearn",
+        "scipy",
+        "tensorboard",
+        "torchvision",
+    }
     assert "torch" in imported and not imported & large
     extras = {name.removeprefix("common.extras.") for name in imported if name.startswith("common.extras.")}
     assert extras <= {"fused_layers", "report"}

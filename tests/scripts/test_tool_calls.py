@@ -39,13 +39,18 @@ def test_the_template_decides_how_calls_are_read():
     short, long = describe_tools([add], tokenizer()), describe_tools([add], with_template(HERMES))
     assert (short.as_json, long.as_json) == (False, True)
     assert short.arguments == long.arguments == {"add": ["a", "b"]}
-    assert short.schemas[0]["function"]["parameters"]["properties"]["b"] == {"type": "integer", "description": "the second"}
+    assert short.schemas[0]["function"]["parameters"]["properties"]["b"] == {
+        "type": "integer",
+        "description": "the second",
+    }
     other = HERMES.replace("<tool_call>", "<call>")
     for template in (other, HERMES.replace('{"name": ...', "<function=...")):
         with pytest.raises(UserError, match="in a form that is not known here"):
             describe_tools([add], with_template(template))
     with pytest.raises(UserError, match="leaves out a tool message"):
-        describe_tools([add], with_template(HERMES.replace("for m in messages", "for m in messages if m.role != 'tool'")))
+        describe_tools(
+            [add], with_template(HERMES.replace("for m in messages", "for m in messages if m.role != 'tool'"))
+        )
     with pytest.raises(UserError, match="secret cannot be described to a model"):
         describe_tools([secret], tokenizer())
 
@@ -54,7 +59,10 @@ def test_json_calls():
     tools = Tools(describe_tools([add], tokenizer()).schemas, as_json=True)
     one, two = '{"name": "add", "arguments": {"a": 1, "b": 2}}', '{"name": "other"}'
     text = f"<think>first <tool_call>{two}</tool_call>?</think>Well: <tool_call>\n{one}\n</tool_call><tool_call>{two}</tool_call>"
-    assert read_calls(text, tools) == [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "other", "arguments": {}}]
+    assert read_calls(text, tools) == [
+        {"name": "add", "arguments": {"a": 1, "b": 2}},
+        {"name": "other", "arguments": {}},
+    ]
     no_arguments = ('{"name": "add", "arguments": [1, 2]}', '{"name": "add", "arguments": "x"}')
     for wrong in ("{", "7", "[1]", "[" * 100_000, '{"arguments": {}}', *no_arguments):
         (call,) = read_calls(f"<tool_call>{wrong}</tool_call>", tools)
@@ -78,14 +86,22 @@ def test_a_chat_goes_on_after_its_own_tokens_as_the_template_writes_it_whole(nam
     reply = [{"role": "user", "content": "Are you sure?\n Say so. <|im_end|>"}]
     found = tokenize_reply(reply, tokenizer)
     whole = tokenize_prompt([*CHAT[:2], *reply], tokenizer)
-    assert whole[-len(found) :] == found and whole[-len(found) - 1] == tokenizer.convert_tokens_to_ids(end.strip())
+    assert whole[-len(found) :] == found and whole[-len(found) - 1] == tokenizer.convert_tokens_to_ids(
+        end.strip()
+    )
     assert decode(found, tokenizer).count("Are you sure") == 1
 
 
 def test_a_reply_that_the_template_leaves_out_or_refuses_is_named():
-    silent = "{% for m in messages if m.role != 'tool' %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    silent = (
+        "{% for m in messages if m.role != 'tool' %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+    )
     strict = silent + "{% if messages[-1].role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
-    cases = ((silent, "leaves out a tool message"), (strict, "refuses it: no"), ("{{ 'x' }}", "no special token"))
+    cases = (
+        (silent, "leaves out a tool message"),
+        (strict, "refuses it: no"),
+        ("{{ 'x' }}", "no special token"),
+    )
     for template, line in cases:
         with pytest.raises(UserError, match=line):
             tokenize_reply([{"role": "tool", "name": "add", "content": "7"}], make_tokenizer(template))

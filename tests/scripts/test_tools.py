@@ -1,4 +1,5 @@
-"""experiments/train_tools.py: episodes against float64 and the chat template, the contract of environments, and their limits."""
+"""experiments/train_tools.py: episodes against float64 and the chat template, the contract of environments,
+and their limits."""
 
 import importlib
 import random
@@ -98,10 +99,19 @@ def turns_of(c):
     return found
 
 
-def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, flags, calling, completions, tmp_path):
-    """In float64, one sequence at a time; tokens of tools, the framing that the template writes, and episodes that were cut
-    are not trained."""
-    rewards = ["--reward_funcs", f"{tmp_path}/environments.py:rating", "--reward_weights", "0.5", "--max_steps", 1]
+def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(
+    launch, model, flags, calling, completions, tmp_path
+):
+    """In float64, one sequence at a time; tokens of tools, the framing that the template writes, and episodes
+    that were cut are not trained."""
+    rewards = [
+        "--reward_funcs",
+        f"{tmp_path}/environments.py:rating",
+        "--reward_weights",
+        "0.5",
+        "--max_steps",
+        1,
+    ]
     run = watched(launch, "tools", model, *flags, *rewards, "--mask_truncated_completions")
     policy, seen = run.policy(0), read_rows(tmp_path / "seen.jsonl")
     assert len(completions) == len(seen) == 16 and sum(c.calls for c in completions) > 6
@@ -131,21 +141,29 @@ def test_a_step_is_that_of_the_formula_over_the_sampled_tokens(launch, model, fl
         # What the environment has said and counted: an error is told, and counted as a failure.
         n = s["n"] - len(s["said"])
         for i, message in enumerate(said, start=n + 1):
-            assert message["content"] == (f"error: {i} cannot be said" if i % 4 == 0 else f"now {i} <|im_end|>")
+            assert message["content"] == (
+                f"error: {i} cannot be said" if i % 4 == 0 else f"now {i} <|im_end|>"
+            )
         own, other = s["n"] / 10 + len("".join(s["said"])) % 7, sum(s["ids"]) * 37 % 11 / 10
         assert c.rewards == pytest.approx([other, own]) and c.reward == pytest.approx(0.5 * other + own)
         logps, mask = token_scores(policy, c.prompt["prompt_ids"] + c.ids)[0], torch.tensor(c.sampled)
         logps = logps[-len(c.ids) :] * mask
-        torch.testing.assert_close(torch.tensor(c.logps, dtype=torch.float64), logps.detach(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(c.logps, dtype=torch.float64), logps.detach(), atol=1e-4, rtol=0
+        )
         loss = loss - c.finished * c.advantage * logps.sum() / count
     for first in range(0, 16, 4):
         group = torch.tensor([c.reward for c in completions[first : first + 4]], dtype=torch.float64)
         wanted = (group - group.mean()) / (group.std() + 1e-4)
-        assert [c.advantage for c in completions[first : first + 4]] == pytest.approx(wanted.tolist(), abs=1e-6)
+        assert [c.advantage for c in completions[first : first + 4]] == pytest.approx(
+            wanted.tolist(), abs=1e-6
+        )
     assert_gradient(run.grads[0], gradient_of(policy, loss), scale=None)
     (row,) = run.rows
     assert row["tools/call_frequency"] == sum(c.calls for c in completions) / 16
-    assert row["tools/failure_frequency"] == sum(c.failures for c in completions) / sum(c.calls for c in completions)
+    assert row["tools/failure_frequency"] == sum(c.failures for c in completions) / sum(
+        c.calls for c in completions
+    )
     assert row["completions/mean_length"] == sum(sum(c.sampled) for c in completions) / 16
     assert row["sampling/logp_difference"] < 1e-5
 
@@ -160,11 +178,14 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
         kept = lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)  # noqa: E731
         patch.setattr("experiments.train_tools.sample", kept)
         launch("tools", *words, "--max_steps", 2, output="whole")
-    assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 32  # no turn draws as another does
+    # no turn draws as another does
+    assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 32
     whole = completions[:16]
     completions.clear()
     launch("tools", *words, "--generation_batch_size", 3, output="parts")
-    assert [(c.ids, c.sampled, c.rewards) for c in completions] == [(c.ids, c.sampled, c.rewards) for c in whole]
+    assert [(c.ids, c.sampled, c.rewards) for c in completions] == [
+        (c.ids, c.sampled, c.rewards) for c in whole
+    ]
     cut = []
     for limit in (18, 24, 32):
         completions.clear()
@@ -173,7 +194,8 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
         for c, free in zip(completions, whole, strict=True):
             assert c.ids == free.ids[: len(c.ids)] and len(c.ids) <= limit and c.calls <= 1
             assert c.finished == (len(c.ids) == len(free.ids) and free.finished)
-            assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"  # no answer of a tool stands at the end
+            # no answer of a tool stands at the end
+            assert c.sampled[-1] == 1 and c.messages[-1]["role"] == "assistant"
             cut.append((c.finished, c.calls, len(c.ids) == limit))
     assert {finished for finished, *_ in cut} == {True, False}
     assert any(calls and full for _, calls, full in cut)  # a later turn was cut
@@ -181,11 +203,29 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
 
 def test_held_out_episodes_have_a_temperature_of_their_own(launch, model, flags, calling, tmp_path):
     """That of training makes no difference to them; one that is not 0 does."""
-    held_out = ["--eval_dataset_name", tmp_path / "prompts.jsonl", "--eval_steps", 1, "--max_steps", 1, "--learning_rate", 0]
+    held_out = [
+        "--eval_dataset_name",
+        tmp_path / "prompts.jsonl",
+        "--eval_steps",
+        1,
+        "--max_steps",
+        1,
+        "--learning_rate",
+        0,
+    ]
     said = {}
     for name, words in {"1": ["--temperature", 1.0], "2": ["--temperature", 2.0]}.items():
         output = launch(
-            "tools", *flags, *held_out, *words, "--model_name_or_path", model, "--eval_temperatures", 0, 1.0, output=name
+            "tools",
+            *flags,
+            *held_out,
+            *words,
+            "--model_name_or_path",
+            model,
+            "--eval_temperatures",
+            0,
+            1.0,
+            output=name,
         )
         rows = read_rows(output / "samples.jsonl")
         said[name] = {t: [row["completion"] for row in rows if row["temperature"] == t] for t in (0, 1)}

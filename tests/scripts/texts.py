@@ -1,4 +1,5 @@
-"""Texts, chats and pairs for the tests of the scripts, and their tokens by the tokenizer of data/base_model."""
+"""Texts, chats and pairs for the tests of the scripts, and their tokens by the tokenizer of
+data/base_model."""
 
 from functools import cache
 from typing import Any
@@ -34,16 +35,25 @@ def prompt_ids(prompt: str | list[dict[str, str]]) -> list[int]:
     return ids_of(tokenizer().apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
-# Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of several.
+# Chosen and rejected differ in length, now the one is longer and now the other; prompts of one turn and of
+# several.
 PAIRS = [  # turns of the prompt, chosen answer, rejected one
     (["What is 11-9+2?"], "Sure! 11-9=2. 2+2=4. Answer: 4", "Answer: 4"),
-    (["Zoe has 4 figs. She finds 6. She eats 3. So how many figs?"], "Answer: 7", "4+6=12. 12-3=9. I think. Answer: 9"),
+    (
+        ["Zoe has 4 figs. She finds 6. She eats 3. So how many figs?"],
+        "Answer: 7",
+        "4+6=12. 12-3=9. I think. Answer: 9",
+    ),
     (["Hi", "Hello!", "What is 5+5?"], "Sure! Answer: 10", "People ask me so much. That is fun. Answer: 11"),
     (["How much is 15-6-4?"], "15-6=9. 9-4=5. So it is 5, as you can see. Answer: 5", "No."),
 ]
 HELD_OUT_PAIRS = [
     (["What is 3+4?"], "Sure! 3+4=7. Answer: 7", "8"),
-    (["Max has 9 cards. He buys 5. How many cards now?"], "14", "9+5=13. Then he sells some of them. Answer: 13"),
+    (
+        ["Max has 9 cards. He buys 5. How many cards now?"],
+        "14",
+        "9+5=13. Then he sells some of them. Answer: 13",
+    ),
     (["Hi"], "Hello! How are you?", "What?"),
 ]
 

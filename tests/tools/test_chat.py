@@ -18,7 +18,8 @@ MODEL = "data/base_model"
 
 @pytest.fixture
 def talk(monkeypatch, capsys):
-    """talk(*lines, *flags): the conversation of these lines with the model; (what was printed, the errors)."""
+    """talk(*lines, *flags): the conversation of these lines with the model; (what was printed, the
+    errors)."""
 
     def converse(*lines, flags=("--temperature", "0"), model=MODEL):
         left = iter(lines)
@@ -40,7 +41,9 @@ def talk(monkeypatch, capsys):
 def greedy(messages, most=512):
     model = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     out = model.generate(**ids, do_sample=False, max_new_tokens=most)[0, ids["input_ids"].shape[1] :]
     return tokenizer.decode(out, skip_special_tokens=True).strip()
 
@@ -48,13 +51,18 @@ def greedy(messages, most=512):
 def test_on_the_web_each_window_has_its_own_chat(monkeypatch):
     """gradio hands over a window's turns, with contents in parts, as its version 6 does."""
     served = []
-    page = types.SimpleNamespace(Error=ValueError, ChatInterface=lambda answer: served.append(answer) or page, launch=list)
+    page = types.SimpleNamespace(
+        Error=ValueError, ChatInterface=lambda answer: served.append(answer) or page, launch=list
+    )
     monkeypatch.setitem(sys.modules, "gradio", page)
     chat.main([MODEL, "--web", "--temperature", "0", "--system", "Be brief."])
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3+4?"}]
     first = served[0](messages[-1]["content"], [])
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And 2+2?"}]
-    turns = [{"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]} for turn in messages[1:3]]
+    turns = [
+        {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]}
+        for turn in messages[1:3]
+    ]
     served[0]("What is 9-1?", [])  # another window
     assert served[0]("And 2+2?", turns) == greedy(messages)
 
@@ -62,23 +70,40 @@ def test_on_the_web_each_window_has_its_own_chat(monkeypatch):
 def test_a_chat_is_a_row_to_train_on(talk, tmp_path):
     questions = ["What is 3+4?", "And 2+2?"]
     file = tmp_path / "chats.jsonl"
-    out, err = talk(questions[0], questions[1], f"/save {file}", "/system Be brief.", "What is 1+1?", f"/save {file}")
+    out, err = talk(
+        questions[0], questions[1], f"/save {file}", "/system Be brief.", "What is 1+1?", f"/save {file}"
+    )
     messages = []
     for question in questions:
         messages.append({"role": "user", "content": question})
         messages.append({"role": "assistant", "content": greedy(messages)})
     first, second = (row["messages"] for row in read_rows(file))
     assert first == messages and all(message["content"] in out for message in messages[1::2]) and err == ""
-    assert second[:2] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1+1?"}]
+    assert second[:2] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 1+1?"},
+    ]
     args = train_sft.Args(dataset_name=[str(file)], max_length=1024)
-    (sequence,) = train_sft.encode({"messages": first}, transformers.AutoTokenizer.from_pretrained(MODEL), args)
-    trained = transformers.AutoTokenizer.from_pretrained(MODEL).decode(sequence["input_ids"][sequence["loss_mask"] == 1])
+    (sequence,) = train_sft.encode(
+        {"messages": first}, transformers.AutoTokenizer.from_pretrained(MODEL), args
+    )
+    trained = transformers.AutoTokenizer.from_pretrained(MODEL).decode(
+        sequence["input_ids"][sequence["loss_mask"] == 1]
+    )
     assert all(message["content"] in trained for message in first[1::2]) and questions[1] not in trained
 
 
 def test_an_answer_may_be_drawn_again(talk, tmp_path):
     file = tmp_path / "chats.jsonl"
-    lines = ["What is 3+4?", "/temperature 1.5", "/retry", f"/save {file}", "/temperature 0", "/retry", f"/save {file}"]
+    lines = [
+        "What is 3+4?",
+        "/temperature 1.5",
+        "/retry",
+        f"/save {file}",
+        "/temperature 0",
+        "/retry",
+        f"/save {file}",
+    ]
     talk(*lines)
     drawn, greedy_one = (row["messages"] for row in read_rows(file))
     assert len(drawn) == len(greedy_one) == 2
@@ -86,7 +111,8 @@ def test_an_answer_may_be_drawn_again(talk, tmp_path):
 
 
 def test_after_a_mistake_the_chat_goes_on(talk, tmp_path):
-    """A template that knows no system message, bytes that are no text, a name with a zero byte, a chat that is too long."""
+    """A template that knows no system message, bytes that are no text, a name with a zero byte, a chat that
+    is too long."""
     shutil.copytree(MODEL, tmp_path / "strict")
     (tmp_path / "strict" / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{{ m.content }}"
@@ -112,7 +138,8 @@ def test_after_a_mistake_the_chat_goes_on(talk, tmp_path):
 
 
 def test_what_cannot_be_talked_to_is_one_line(tmp_path):
-    """No model, another sampling, a folder without a model, and a classifier, whose missing head transformers would make up."""
+    """No model, another sampling, a folder without a model, and a classifier, whose missing head transformers
+    would make up."""
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
     )
@@ -142,7 +169,9 @@ def test_an_adapter_stops_where_its_own_settings_say(tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(MODEL)
     base.generation_config.eos_token_id = 0
     base.save_pretrained(tmp_path / "base")
-    lm = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(r=1))
+    lm = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft.LoraConfig(r=1)
+    )
     lm.save_pretrained(tmp_path / "adapter")
     transformers.AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "adapter")
     transformers.GenerationConfig(eos_token_id=[0, 7]).save_pretrained(tmp_path / "adapter")

@@ -52,7 +52,9 @@ def rows_of(folder, name):
 
 def test_no_question_is_held_out_and_trained(write, tmp_path):
     assert write("doubles", "--rows", "90", "--held_out", "10", "largest=40").returncode == 0
-    train, held_out = ([row["prompt"][0]["content"] for row in rows_of(tmp_path, name)] for name in ("train", "validation"))
+    train, held_out = (
+        [row["prompt"][0]["content"] for row in rows_of(tmp_path, name)] for name in ("train", "validation")
+    )
     assert len(set(train)) == len(train) == 30 and len(set(held_out)) == 10 and not set(train) & set(held_out)
 
 
