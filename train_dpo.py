@@ -85,8 +85,7 @@ class Args(CommonArgs):
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A dataset row as two sequences that stay together, prompt + chosen and prompt + rejected, with any
     field of your own. A row that raises BadRow is left out, counted and reported."""
-    pair = as_preference(row)
-    return tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, args.max_length)
+    return tokenize_pair(as_preference(row), tokenizer, args.max_length)
 
 
 def main(args: Args) -> None:

@@ -66,6 +66,9 @@ class ModelArgs:
         help="Hub name or folder of the tokenizer, if it is not the model's own", is_path=True
     )
     chat_template: str | None = arg(help="chatml, plain, or a .jinja file; unset: the tokenizer's own")
+    template_kwargs: list[str] | None = arg(
+        help="variables of the chat template, for instance enable_thinking=false"
+    )
     trust_remote_code: bool = arg(
         False, help="run Python code that comes with a Hub model", may_change="execution"
     )

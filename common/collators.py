@@ -9,7 +9,6 @@ that make one optimizer step.
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
-import itertools
 import math
 from typing import Any
 
@@ -17,14 +16,15 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.encode import check_sequence, layout_of
 from common.data.order import Shuffled
+from common.data.sharing import shared_starts
 from common.data.types import Example, Sequence
+from common.errors import UserError
 from common.extras import extra
 from common.memory import SHARDED, empty_caches, is_oom, to_device
 import numpy as np
 import torch
 
 Batch = dict[str, Any]  # see flat_batch
-LEAST_SHARED = 8  # tokens: sharing a shorter prefix costs about what it saves
 
 
 def flat_batch(examples: Listing[Example], device: torch.device, weight: float = 1.0) -> Batch:
@@ -78,30 +78,6 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
             batch[name] = (values * weight).astype(np.int64 if values.dtype.kind in "iub" else np.float32)
     tensors = {name: to_device(value, device) for name, value in batch.items()}
     return tensors | {"lengths": lengths, "token_map": token_map if any(shared) else None}
-
-
-def shared_starts(sequences: Listing[Sequence]) -> list[int]:
-    """How many tokens each sequence of a row shares with the one before it."""
-    return [0, *(shared_start(*neighbours) for neighbours in itertools.pairwise(sequences))]
-
-
-def shared_start(one: Sequence, other: Sequence) -> int:
-    """The number of untrained tokens at the start of `other` that it shares with its neighbour; 0 if sharing
-    does not pay.
-
-    A script's own field that is not 0 on a token, in either sequence, may use that token differently in each;
-    and in a sequence without a trained token the last one may be read. Such tokens are not shared.
-    """
-    a, b, mask = one["input_ids"], other["input_ids"], other["loss_mask"]
-    n = min(len(a), len(b))
-    if n < LEAST_SHARED or a[LEAST_SHARED - 1] != b[LEAST_SHARED - 1] or not mask.any():
-        return 0
-    differs = (a[:n] != b[:n]) | (mask[:n] != 0)
-    for name, values in other.items():
-        if np.ndim(values) and name not in ("input_ids", "loss_mask"):
-            differs |= (one[name][:n] != 0) | (values[:n] != 0)
-    n = int(differs.argmax()) if differs.any() else n
-    return n if n >= LEAST_SHARED else 0
 
 
 def split_row(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
@@ -294,6 +270,10 @@ class Windows:
         self.longest = train.examples.longest  # tokens of the longest sequence
         self._accelerator, self._batch_size = accelerator, args.per_device_train_batch_size
         self._indivisible = indivisible
+        if (train.examples.sequence_counts % indivisible).any():
+            raise UserError(
+                f"encode gave examples that are not {indivisible} sequences each, as this script needs"
+            )
         # micro-batches per window
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.size = self._batch_size * self._parts

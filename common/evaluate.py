@@ -169,7 +169,11 @@ def load_eval_prompts(
     found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
     for row in itertools.islice(found, 50 * args.num_samples):
         with contextlib.suppress(BadRow, UserError):  # a row without a prompt is not an error here
-            rows.append(tokenize_row({"prompt": prompt_of(row)["prompt"]}, tokenizer, max_length))
+            shown = prompt_of(row)
+            kept = {
+                name: shown[name] for name in ("prompt", "tools", "chat_template_kwargs") if shown.get(name)
+            }
+            rows.append(tokenize_row(kept, tokenizer, max_length))
         if len(rows) == args.num_samples:
             break
     if args.num_samples and args.eval_steps and not rows:

@@ -111,7 +111,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
     prompt = encode_prompt(row, tokenizer, args)
     if args.lmbda == 1:
         return prompt
-    chat = tokenize_chat(as_chat(row), tokenizer, train_on="last_turn")
+    (chat,) = tokenize_chat(as_chat(row), tokenizer, train_on="last_turn")
     answer = np.flatnonzero(chat["loss_mask"])
     if chat["input_ids"][: answer[0]].tolist() != prompt["prompt_ids"]:
         raise BadRow("no completion of the prompt")

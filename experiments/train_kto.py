@@ -64,7 +64,8 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A dataset row as one sequence, prompt + answer, with its label and any field of your own.
     A row that raises BadRow is left out, counted and reported."""
     chat = as_labelled(row)
-    return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": chat["label"]}]
+    sequences = tokenize_chat(chat, tokenizer, max_length=args.max_length)
+    return [sequence | {"label": chat["label"]} for sequence in sequences]
 
 
 def kto_loss(

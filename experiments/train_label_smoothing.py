@@ -56,10 +56,11 @@ class Args(CommonArgs):
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
-    """A row of the dataset as sequences that stay together, here one: {"input_ids": (n,), "loss_mask": (n,)}
-    and any field of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it
-    like the tokens). A row that raises BadRow is left out, counted and reported."""
-    return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]
+    """A row of the dataset as sequences that stay together, each {"input_ids": (n,), "loss_mask": (n,)} and any
+    field of your own, n numbers or one, which is passed on to the batch (--turn_dropping truncates it like the
+    tokens). A chat is one sequence, or several if the chat template rewrites earlier turns. A row that raises
+    BadRow is left out, counted and reported."""
+    return tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)
 
 
 def main(args: Args) -> None:

@@ -65,14 +65,10 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     field of your own. For a regression as one. A row that raises BadRow is left out, counted and reported."""
     if args.objective == "regression":
         chat, score = as_chat(row), {"score": number_of(row, "score")}
-        return [
-            up_to_the_score(
-                tokenize_chat(chat, tokenizer), tokenizer, args.max_length, "messages" not in chat
-            )
-            | score
-        ]
+        (sequence,) = tokenize_chat(chat, tokenizer, train_on="last_turn")
+        return [up_to_the_score(sequence, tokenizer, args.max_length, "messages" not in chat) | score]
     pair = as_preference(row)
-    sides = tokenize_pair(pair["prompt"], pair["chosen"], pair["rejected"], tokenizer, 10**9)
+    sides = tokenize_pair(pair, tokenizer, 10**9)
     is_text, margin = isinstance(pair["prompt"], str), {"margin": number_of(row, "margin", 0.0)}
     return [up_to_the_score(side, tokenizer, args.max_length, is_text) | margin for side in sides]
 

@@ -118,7 +118,8 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> Prompt:
             "no chat that ends with a question and its answer (of strings: --columns instruction=prompt output=completion)"
         )
     turns = [*prompt["prompt"], messages[-1]]
-    chat = tokenize_chat({"messages": turns, "tools": prompt.get("tools")}, tokenizer, train_on="last_turn")
+    chat = {"messages": turns, "tools": prompt.get("tools")}
+    (chat,) = tokenize_chat(chat, tokenizer, train_on="last_turn")
     answer = np.flatnonzero(chat["loss_mask"])
     if args.lmbda < 1 and chat["input_ids"][: answer[0]].tolist() != prompt["prompt_ids"]:
         raise BadRow("no completion of the prompt")

@@ -24,7 +24,10 @@ from pathlib import Path
 import sys
 from typing import TYPE_CHECKING, Any
 
-from common.errors import UserError, printable, quoted
+from common.data.chat import set_defaults
+from common.data.tokens import tokenize_prompt
+from common.data.types import BadRow
+from common.errors import UserError, printable
 from common.extras.lora import import_peft
 from common.memory import is_oom
 from common.model.load import check_weights, hub_errors
@@ -131,21 +134,17 @@ class Chat:
     def tokens(self, messages: list[dict[str, str]]) -> Any:
         """The model's input, {"input_ids", "attention_mask"} of shape (1, length); for a base model without a
         template, plain text. Raises UserError."""
+        prompt: Any = messages
+        if not self.tokenizer.chat_template:
+            prompt = "".join(message["content"] for message in messages)
         try:
-            if self.tokenizer.chat_template:
-                options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-                inputs = self.tokenizer.apply_chat_template(messages, **options)
-            else:
-                inputs = self.tokenizer(
-                    "".join(message["content"] for message in messages), return_tensors="pt"
-                )
-        except Exception as error:  # some templates reject system messages, and can raise anything
-            raise UserError(
-                f"the chat template refuses it: {type(error).__name__}: {quoted(error, 300, str)}"
-            ) from None
-        if not inputs["input_ids"].shape[1]:
+            ids = tokenize_prompt(prompt, self.tokenizer)
+        except BadRow as reason:  # some templates reject system messages
+            raise UserError(str(reason)) from None
+        if not ids:
             raise UserError("there is no text that the model could go on with")
-        return inputs
+        input_ids = torch.tensor([ids])
+        return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
     def command(self, line: str) -> None:
         """Run one of COMMANDS except /quit. Raises UserError for invalid arguments."""
@@ -215,6 +214,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--web", action="store_true", help="chat in a browser (needs gradio)")
     parser.add_argument("--system", default="", help="system message")
     parser.add_argument(
+        "--template_kwargs",
+        nargs="+",
+        default=[],
+        help="variables of the chat template, for instance enable_thinking=false",
+    )
+    parser.add_argument(
         "--temperature", default="0.7", help="0: the most probable token always (default: 0.7)"
     )
     parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer (default: 512)")
@@ -227,6 +232,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.max_new_tokens < 1:
         raise UserError("--max_new_tokens: at least 1")
     model, tokenizer = load(args.model, trust_remote_code=args.trust_remote_code)
+    if args.template_kwargs:
+        set_defaults(tokenizer, args.template_kwargs)
     torch.manual_seed(args.seed)
     chat = Chat(
         model, tokenizer, system=args.system, temperature=temperature, max_new_tokens=args.max_new_tokens

@@ -71,8 +71,9 @@ def _build(source: Source, job: Job, folder: Path) -> None:
             if encoded.layout is None:
                 continue
             layout = agree(layout, encoded.layout)
-            arrays = encoded.lengths, encoded.rows, encoded.difficulty, *encoded.fields.values()
-            for number, array in enumerate(arrays):  # fields may have any name
+            about = encoded.lengths, encoded.counts, encoded.sizes, encoded.rows, encoded.difficulty
+            # numbered, since fields may have any name
+            for number, array in enumerate((*about, *encoded.fields.values())):
                 with open(folder / f"{number}.bin", "ab") as file:
                     array.tofile(file)
                     kinds[number] = str(array.dtype), file.tell() // array.itemsize
@@ -93,10 +94,10 @@ def _open(folder: Path) -> TokenFile:
     kinds = enumerate(facts["arrays"])
     maps = [np.memmap(folder / f"{number}.bin", dtype, "r", shape=(size,)) for number, (dtype, size) in kinds]
     # slicing a memmap itself takes three times as long
-    lengths, rows, difficulty, *values = map(np.asarray, maps)
+    lengths, counts, sizes, rows, difficulty, *values = map(np.asarray, maps)
     layout, ends = Layout(*facts["layout"]), np.cumsum(lengths)
     fields = dict(zip(layout.fields, values, strict=True))
-    return TokenFile(layout, ends - lengths, ends, rows, difficulty, fields, facts)
+    return TokenFile(layout, ends - lengths, ends, counts, sizes, rows, difficulty, fields, facts)
 
 
 # --- folders ------------------------------------------------------------------------------------------------

@@ -1,33 +1,59 @@
-"""Chat templates: the rendered text, the spans that the assistant writes, and the tokens that end a turn.
+"""Chats: the text before each answer as it is sampled, and what the model has to write there.
 
-This decides which tokens of a chat are trained, as character spans of the rendered text: whatever the model
-will have to write, that is the assistant's words and the end of its turn, but not the header before it.
-`tokens.py` tokenises it.
+For the answer messages[i], both come from the chat template alone:
+
+    context = template(messages[:i], add_generation_prompt=True)    the prompt that sampling would have
+    written = template(messages[:i + 1])[len(context):]              up to and with the token that stops sampling
+
+Many templates rewrite earlier turns: they drop old thoughts, or end the last turn with another token. Each
+answer is therefore rendered on its own, as the last message. `tokens.py` makes token sequences of the results.
 
 Chats are content: a special token spelled in a message stays plain characters, so that it cannot end or forge
 a turn. In the rendered text a placeholder represents it until tokenisation.
 """
 
-from collections.abc import Callable, Iterable
-import contextlib
+from collections.abc import Callable, Iterable, Iterator
 import functools
+import hashlib
+import itertools
 import json
+import os
 from pathlib import Path
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from common.data.types import BadRow, Message, Tokenizer
+from common.data.types import REASONING, BadRow, Message, Tokenizer, notes
 from common.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 T = TypeVar("T")
+Tools = list[Any] | None
+Switches = dict[str, Any]  # variables of a chat template, such as enable_thinking
 TEMPLATES = Path(__file__).parent / "chat_templates"
 # Represents a special token spelled in a message (see hidden_texts) while the template is applied.
 PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THINKING_HEADER = re.compile(r"<think>\s*(</think>\s*)?$")
+# Tried in this order, until the rendering of an answer continues its header.
+SWITCHES: tuple[Switches, ...] = (
+    {},
+    {"enable_thinking": False},
+    {"enable_thinking": True},
+    {"thinking": False},
+    {"thinking": True},
+)
+# A variable that --template_kwargs gave a default (see with_defaults).
+_DEFAULT = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
+_DEFAULTED = re.compile(r"\{%- if (\w+) is not defined %\}\{%- set \1 = ")
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
+_CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
+
+
+class Answer(NamedTuple):
+    """An answer of a chat, as text."""
+
+    context: str  # what it is sampled after
+    written: str  # what the model writes there
 
 
 def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T]:
@@ -44,9 +70,10 @@ def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T
 @per_tokenizer
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Longest first, so that a token is not mistaken for another one that is its prefix."""
-    marks = {str(t.content) for t in tokenizer.added_tokens_decoder.values() if t.special} | set(
-        tokenizer.all_special_tokens
-    )
+    marks = set(tokenizer.all_special_tokens)
+    for token in tokenizer.added_tokens_decoder.values():
+        if token.special:
+            marks.add(str(token.content))
     return sorted(marks - {""}, key=lambda mark: (-len(mark), mark))
 
 
@@ -56,217 +83,373 @@ def hidden_texts(tokenizer: Tokenizer) -> list[str]:
     return [*special_tokens(tokenizer), "\ufdd0", "\ufdd1"]
 
 
-def render(
+# --- the text before an answer, and the answer --------------------------------------------------------------
+
+
+def prompt_text(
     messages: list[Message],
     tokenizer: Tokenizer,
-    tools: list[Any] | None = None,
-    add_generation_prompt: bool = False,
+    tools: Tools = None,
+    switches: Switches | None = None,
 ) -> str:
-    """The chat template's text. Raises UserError without a template, BadRow if the template rejects the chat.
+    """The text to sample an answer after: the chat and the header of the answer.
 
-    A special token spelled in a message becomes a placeholder, which only the functions here understand. The
-    template does not see a message's "train" key.
+    Raises UserError without a template, BadRow if the template rejects the chat.
     """
-    messages, tools = _hide([_without_flags(messages), tools], hidden_texts(tokenizer))
-    return _apply_template(messages, tokenizer, tools, add_generation_prompt)[0]
+    chat, tools = prepare(messages, tools, tokenizer)
+    if missing := _without_place(chat, tools, tokenizer):
+        notes.add(f"the chat template has no place for {missing}")
+    return _apply_template(chat, tokenizer, tools, switches or {}, add_generation_prompt=True)
 
 
-def assistant_spans(
+def answers(
     messages: list[Message],
+    turns: Iterable[int],
     tokenizer: Tokenizer,
-    tools: list[Any] | None = None,
-    turns: Iterable[int] | None = None,
-) -> tuple[str, dict[int, tuple[int, int]]]:
-    """The text of `render`, and for each assistant turn (by its index; all, unless `turns` names them) the
-    character span [start, end) that the model writes.
+    tools: Tools = None,
+    switches: list[Switches] | None = None,
+) -> list[Answer]:
+    """The answers messages[i], for i of `turns`, each after the text that it is sampled after.
 
-    Taken from the template's {% generation %} markers; otherwise derived: a turn starts at the end of the
-    preceding chat rendered with the answer's header, and ends after the special token that ends turns. Raises
-    BadRow if the text contradicts that or lacks a message, UserError for a template that ends turns without a
-    special token.
+    switches: an answer uses the first ones under which the template continues its header and writes all of
+    its words; by default those of `switches_to_try`. Raises UserError without a template, BadRow for an
+    answer that the template cannot write after its header, and for anything else that it leaves out.
     """
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = set(answers if turns is None else turns)
-    marks, given = special_tokens(tokenizer), (messages, tokenizer, tools)
-    messages, tools = _hide([_without_flags(messages), tools], hidden_texts(tokenizer))
-    text, marked = _apply_template(messages, tokenizer, tools)
-    if marked is not None and len(marked) != len(answers):
-        raise BadRow(f"the chat template marks {len(marked)} generations in {len(answers)} assistant turns")
-    if missing := leaves_out(text, *given):
-        without = "; without tools: --columns unused=tools" if missing == "tools" else ""
-        raise BadRow(
-            f"the chat template has no place for {missing} (one that has: --chat_template FILE.jinja{without})"
-        )
+    chat, tools = prepare(messages, tools, tokenizer)
+    if missing := _without_place(chat, tools, tokenizer):
+        without = " (without them: --columns unused=tools)" if missing == "tools" else ""
+        raise BadRow(f"the chat template has no place for {missing}{without}")
+    switches = switches or switches_to_try(tokenizer)
+    found = []
+    for turn in turns:
+        reasons = []
+        for one in switches:
+            try:
+                answer = _answer(chat[:turn], chat[turn], tokenizer, tools, one)
+            except BadRow as reason:
+                reasons.append(reason)
+                continue
+            if one != switches[0]:
+                flags = " ".join(f"{name}={json.dumps(value)}" for name, value in one.items())
+                notes.add(f"answers follow the header of --template_kwargs {flags}: sample them with it")
+            found.append(answer)
+            break
+        else:
+            raise reasons[0]
+    if found:
+        _check_messages(found[-1].context, chat[:turn])
+    return found
 
-    spans: dict[int, tuple[int, int]] = {}
-    at = 0  # end of the messages found so far
-    for i, message in enumerate(messages):
-        if i in turns:
-            if marked is not None:
-                start, end = marked[answers.index(i)]
-            else:
-                start = end = _derive_start(text, messages[:i], tokenizer, tools)
-            end = _turn_end(text, start, end, tokenizer, marks)
-            spans[i] = start, end
-            upto = (
-                _apply_template(messages[: i + 1], tokenizer, tools)[0] if message.get("tool_calls") else text
+
+def switches_to_try(tokenizer: Tokenizer, given: Switches | None = None) -> list[Switches]:
+    """Those of SWITCHES that the template reads, each with the given ones. What is given, or has a default of
+    the run, stays as it is."""
+    given = given or {}
+    template = str(tokenizer.chat_template)
+    fixed = {*given, *_DEFAULTED.findall(template)}
+    tried = []
+    for switches in SWITCHES:
+        if all(name in template and name not in fixed for name in switches):
+            tried.append(given | switches)
+    return tried
+
+
+def whole_text(
+    messages: list[Message], tokenizer: Tokenizer, tools: Tools = None, switches: Switches | None = None
+) -> str:
+    """The text of a whole chat, without the header of a further answer. Raises as `answers` does."""
+    chat, tools = prepare(messages, tools, tokenizer)
+    text = _apply_template(chat, tokenizer, tools, switches or {})
+    _check_messages(text, chat)
+    thoughts = [thought for message in chat if (thought := message.get("thinking"))]
+    if thoughts and not any(thought.strip() in text for thought in thoughts):
+        raise BadRow("the chat template leaves out reasoning_content (--columns unused=reasoning_content)")
+    return text
+
+
+def _answer(
+    before: list[Message], message: Message, tokenizer: Tokenizer, tools: Tools, switches: Switches
+) -> Answer:
+    """The answer `message` to the chat `before`. Raises BadRow if the template does not write it there."""
+    context = _apply_template(before, tokenizer, tools, switches, add_generation_prompt=True)
+    text = _apply_template([*before, message], tokenizer, tools, switches)
+    if not text.startswith(context):
+        raise BadRow(_why_not_continued(text, context))
+    written = text[len(context) :]
+    end_of_words = 0
+    for what, forms in _words_of(message):
+        places = [(written.find(form, end_of_words), form) for form in forms]
+        places += [(written.find(form), form) for form in forms]  # some templates write the calls first
+        place, form = next((found for found in places if found[0] >= 0), (-1, ""))
+        if place < 0:
+            raise BadRow(
+                f"the chat template leaves out or changes {what} (another one: --chat_template chatml)"
             )
-            # A call may have an end of its own: the one found is then that of the next turn.
-            if (
-                start < at
-                or (text.startswith(upto) and end > len(upto))
-                or not _holds(text[start:end], message, marks)
-            ):
-                raise BadRow(
-                    "the chat template changes an answer or ends its turn in another way "
-                    "(try --train_on last_turn, --chat_template chatml, or for reasoning_content a template that writes it)"
-                )
-            at = end
-        elif message["role"] != "assistant" and (content := message["content"].strip()):
-            if (place := text.find(content, at)) < 0:
-                # some templates write tool output as JSON
-                content = json.dumps(content, ensure_ascii=False)[1:-1]
-                place = text.find(content, at)
-            if place < 0:
-                raise BadRow(
-                    f"the chat template leaves out a {message['role']} message (try --chat_template chatml)"
-                )
-            at = place + len(content)
-    return text, spans
+        end_of_words = max(end_of_words, place + len(form))
+    ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
+    return Answer(context, _up_to_the_end(written, end_of_words, ending, tokenizer))
 
 
-def leaves_out(
-    text: str,
-    messages: list[Message],
-    tokenizer: Tokenizer,
-    tools: list[Any] | None,
-    add_generation_prompt: bool = False,
-) -> str:
-    """What a chat has and its text has not: "tools" or "tool calls", without which it would be the same text;
-    or nothing."""
-    plain = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-    others = {"tools": (messages, None)} if tools else {}
-    others |= {"tool calls": (plain, tools)} if plain != messages else {}
-    for what, (less, with_tools) in others.items():
-        # a template that refuses the chat without them does not leave them out
-        with contextlib.suppress(BadRow):
-            if render(less, tokenizer, with_tools, add_generation_prompt) == text:
-                return what
-    return ""
+def _why_not_continued(text: str, context: str) -> str:
+    """Why an answer's text does not begin with the text that it would be sampled after."""
+    header = context[len(os.path.commonprefix([text, context])) :]
+    if "think" in header:
+        return (
+            "the chat template's header begins a thought, and writes this answer without: give it a thought "
+            "(reasoning_content), or another template (--chat_template chatml)"
+        )
+    return "the chat template rewrites earlier turns before an answer (another one: --chat_template chatml)"
+
+
+def _words_of(message: Message) -> Iterator[tuple[str, list[str]]]:
+    """What an answer has to contain: (what it is, the forms in which a template may write it)."""
+    if thought := (message.get("thinking") or "").strip():
+        yield "reasoning_content", [thought]
+    if content := _text_of(message).strip():
+        yield "the text of an answer", [content]
+    for call in message.get("tool_calls") or []:
+        yield "a tool call", [call["function"]["name"]]
+        arguments = call["function"]["arguments"]
+        for value in _leaves(json.loads(arguments) if isinstance(arguments, str) else arguments):
+            forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
+            yield "an argument of a tool call", [form.strip('"').strip() for form in forms]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The numbers and texts in lists and objects."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    elif value is not None:
+        yield value
+
+
+def _text_of(message: Message) -> str:
+    """The content of a prepared message."""
+    content = message["content"]
+    return content[0]["text"] if isinstance(content, list) else content or ""
+
+
+def _check_messages(text: str, chat: list[Message]) -> None:
+    """Raises BadRow for a message, other than an answer, that is not in the text of its chat."""
+    for message in chat:
+        content = _text_of(message).strip()
+        as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output so
+        if message["role"] != "assistant" and content not in text and as_json not in text:
+            raise BadRow(
+                f"the chat template leaves out a {message['role']} message (try --chat_template chatml)"
+            )
+
+
+def _without_place(chat: list[Message], tools: Tools, tokenizer: Tokenizer) -> str | None:
+    """What a chat has and the template has no place for."""
+    needs = needs_of(tokenizer)
+    if tools and not needs.tools:
+        return "tools"
+    if not needs.calls and any(message.get("tool_calls") for message in chat):
+        return "tool calls"
+    return None
+
+
+# --- the end of an answer -----------------------------------------------------------------------------------
+
+
+class Ending(NamedTuple):
+    """How a chat template ends answers of one kind."""
+
+    marks: str  # one or several special tokens; sampling stops at the last one
+    of_next_turn: bool  # whether it is the mark with which the next turn begins, as in GLM's templates
 
 
 @per_tokenizer
-def end_of_turn(tokenizer: Tokenizer) -> str | None:
-    """The special token with which the chat template ends an assistant turn; None if there is no template or
-    no such token."""
-    if not tokenizer.chat_template:
-        return None
-    word = "plainloop"
+def endings(tokenizer: Tokenizer) -> dict[str, Ending | None]:
+    """The ends of an "answer" and of a "call"; None: no special token ends it."""
+    return {
+        "answer": _ending([QUESTION, ANSWER], QUESTION, tokenizer),
+        "call": _ending([QUESTION, CALL], OUTPUT, tokenizer),
+    }
+
+
+def _ending(chat: list[Message], following: Message, tokenizer: Tokenizer) -> Ending | None:
+    """The marks after WORD, with which the last message of the chat ends: those that are there whether or not
+    another message follows; else those that are there at the end of a chat; else those of the next turn."""
+    last = _text_after_word(chat, tokenizer)
+    longer = _text_after_word([*chat, following], tokenizer)
+    marks = _marks(tokenizer)
+    always = marks.findall(os.path.commonprefix([last, longer])) if longer else []
+    at_the_end, of_next_turn = marks.search(last), marks.search(longer)
+    if always:
+        return Ending(always[-1].rstrip(), of_next_turn=False)
+    if at_the_end:
+        return Ending(at_the_end[0].rstrip(), of_next_turn=False)
+    if of_next_turn:
+        return Ending(of_next_turn[0].rstrip(), of_next_turn=True)
+    return None
+
+
+def _text_after_word(chat: list[Message], tokenizer: Tokenizer) -> str:
+    """What a chat's text has after WORD; nothing if the template refuses the chat, or leaves out the word."""
     try:
-        text = render([{"role": "user", "content": "a"}, {"role": "assistant", "content": word}], tokenizer)
+        text = _apply_template(prepare(chat, None, tokenizer)[0], tokenizer)
     except BadRow:
-        return None
-    rest = text.partition(word)[2].lstrip()
-    return next((mark for mark in special_tokens(tokenizer) if rest.startswith(mark)), None)
+        return ""
+    return text.rpartition(WORD)[2] if WORD in text else ""
+
+
+@per_tokenizer
+def _marks(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches special tokens with nothing but white space between them."""
+    mark = "|".join(map(re.escape, special_tokens(tokenizer)))
+    return re.compile(rf"(?:(?:{mark})\s*)+")
+
+
+def _up_to_the_end(written: str, end_of_words: int, ending: Ending | None, tokenizer: Tokenizer) -> str:
+    """What is written, up to and with the token that stops sampling. Raises BadRow if there is none."""
+    if ending is not None:
+        place = written.find(ending.marks, end_of_words)
+        if place >= 0:
+            return written[: place + len(ending.marks)]
+    body = written.rstrip()
+    if len(body) > end_of_words and body.endswith(tuple(special_tokens(tokenizer))):
+        return body
+    if ending is not None and ending.of_next_turn:
+        return body + ending.marks
+    raise BadRow(
+        "the chat template ends this answer with no special token, so a model would not learn to stop: "
+        "--chat_template chatml, plain, or a .jinja file that writes eos_token"
+    )
+
+
+def ends_of_turns(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens with which the chat template ends answers and calls, where it does."""
+    found = []
+    for ending in endings(tokenizer).values() if tokenizer.chat_template else ():
+        if ending is not None:
+            found.append(next(mark for mark in special_tokens(tokenizer) if ending.marks.endswith(mark)))
+    return found
 
 
 def stop_token_ids(tokenizer: Tokenizer, generation_config: "GenerationConfig") -> list[int]:
-    """All tokens that end a completion: the generation config's, the tokenizer's, and the template's end of
-    turn."""
-    ids = generation_config.eos_token_id
-    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    stops = {*ids, tokenizer.eos_token_id}
-    if (mark := end_of_turn(tokenizer)) is not None:
-        stops.add(tokenizer.convert_tokens_to_ids(mark))
-    return sorted(stops)
+    """All tokens that end a completion: the generation config's, the tokenizer's, and the template's ends."""
+    ids = generation_config.eos_token_id or []
+    stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    return sorted(stops | {*tokenizer.convert_tokens_to_ids(ends_of_turns(tokenizer))})
 
 
-def _apply_template(
-    messages: list[Message],
-    tokenizer: Tokenizer,
-    tools: list[Any] | None,
-    add_generation_prompt: bool = False,
-) -> tuple[str, list[tuple[int, int]] | None]:
-    """The text, and the spans of the template's {% generation %} markers, or None without markers."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+# --- messages as a template reads them ----------------------------------------------------------------------
 
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file"
+# Chats with which `needs_of` and `endings` try what a template writes
+WORD = "plainloop"
+QUESTION = {"role": "user", "content": "question"}
+ANSWER = {"role": "assistant", "content": WORD}
+THOUGHT = {"role": "assistant", "content": "x"} | dict.fromkeys(REASONING, WORD)
+FUNCTION = {"name": "find", "arguments": {"where": WORD}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call_1", "type": "function", "function": FUNCTION}],
+}
+OUTPUT = {"role": "tool", "tool_call_id": "call_1", "name": "find", "content": "found"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "find",
+        "description": WORD,
+        "parameters": {"type": "object", "properties": {"where": {"type": "string", "description": WORD}}},
+    },
+}
+
+
+class Needs(NamedTuple):
+    """What a chat template has a place for, and in which form it reads messages."""
+
+    tools: bool = False
+    calls: bool = False
+    thoughts: bool = False  # without a place they are written as <think> in the content
+    parts: bool = False  # content as a list of {"type": "text", "text"}
+    no_content: bool = False  # of a message with calls and no text: null, not ""
+    text_arguments: bool = False  # of a call: JSON text, not an object
+    short_ids: bool = False  # of calls: nine letters and digits, as for Mistral's
+
+
+@per_tokenizer
+def needs_of(tokenizer: Tokenizer) -> Needs:
+    """Found by trying."""
+
+    def writes(word: str, chat: list[Message], needs: Needs, tools: Tools = None) -> bool:
+        try:
+            text = _apply_template([_adapt(message, needs) for message in chat], tokenizer, tools)
+        except BadRow:
+            return False
+        # an object as Python prints it, or text that was encoded twice, is no place for a call
+        return word in text and "{'where'" not in text and '\\"where' not in text
+
+    needs = Needs()
+    if not writes("question", [QUESTION], needs):
+        needs = needs._replace(parts=True)
+    needs = needs._replace(tools=writes(WORD, [QUESTION], needs, [TOOL]))
+    needs = needs._replace(thoughts=writes(WORD, [QUESTION, THOUGHT], needs._replace(thoughts=True)))
+    for short_ids, no_content, text_arguments in itertools.product((False, True), repeat=3):
+        found = needs._replace(
+            calls=True, short_ids=short_ids, no_content=no_content, text_arguments=text_arguments
         )
-    try:
-        template = tokenizer.get_chat_template(tools=tools)
-        has_markers = not add_generation_prompt and _GENERATION.search(template) is not None
-        texts, marked = render_jinja_template(
-            conversations=[messages],
-            tools=tools,
-            chat_template=template,
-            return_assistant_tokens_mask=has_markers,
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map,
+        if writes(WORD, [QUESTION, CALL], found):
+            return found
+    return needs
+
+
+def prepare(messages: list[Message], tools: Tools, tokenizer: Tokenizer) -> tuple[list[Message], Tools]:
+    """Messages and tools in the form in which the template reads them, with placeholders for special tokens
+    that are spelled."""
+    needs, marks = needs_of(tokenizer), hidden_texts(tokenizer)
+    return [_hide(_adapt(message, needs), marks) for message in messages], _hide(tools, marks)
+
+
+def _adapt(message: Message, needs: Needs) -> Message:
+    """A message of formats.py as a template with these needs reads it; without its "train", which is no part
+    of the chat."""
+    message = {key: value for key, value in message.items() if key != "train"}
+    if message["role"] == "assistant":
+        message = _with_thought(message, needs)
+    if "tool_calls" in message:
+        message["tool_calls"] = [_adapt_call(call, needs) for call in message["tool_calls"]]
+        if needs.no_content and not message["content"].strip():
+            return message | {"content": None}
+    if needs.short_ids and "tool_call_id" in message:
+        message["tool_call_id"] = _short_id(message["tool_call_id"])
+    if needs.parts:
+        message["content"] = [{"type": "text", "text": message["content"]}]
+    return message
+
+
+def _with_thought(message: Message, needs: Needs) -> Message:
+    """An answer with its thought where the template reads it: in a field of its own, or in the content."""
+    thought, content = message.get("thinking"), message["content"]
+    if needs.thoughts and not thought and (inside := _THOUGHT.fullmatch(content)):
+        return message | dict.fromkeys(REASONING, inside[1].strip("\n")) | {"content": inside[2]}
+    if not needs.thoughts and thought:
+        notes.add(
+            "the chat template has no place for reasoning: it is written as <think> in the answer (without: "
+            "--columns unused=reasoning_content)"
         )
-        return texts[0], marked[0] if has_markers else None
-    # templates can raise anything (raise_exception, a missing key, a filter on None)
-    except Exception as error:
-        raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+        message = {key: value for key, value in message.items() if key not in REASONING}
+        message["content"] = f"<think>\n{thought}\n</think>\n\n{content}"
+    return message
 
 
-def _derive_start(text: str, before: list[Message], tokenizer: Tokenizer, tools: list[Any] | None) -> int:
-    """Where the answer to the chat `before` starts in the text of the longer chat."""
-    if not before:
-        raise BadRow("the chat starts with the assistant (--chat_template chatml allows that)")
-    header = _apply_template(before, tokenizer, tools, add_generation_prompt=True)[0]
-    if not text.startswith(header):
-        # A header may already open or close the thinking; an answer with thinking starts before that.
-        header = _THINKING_HEADER.sub("", header)
-        if not text.startswith(header + "<think>"):
-            raise BadRow(
-                "the chat template rewrites earlier turns or leaves out <think> (try --chat_template chatml)"
-            )
-    return len(header)
+def _adapt_call(call: dict[str, Any], needs: Needs) -> dict[str, Any]:
+    """A call of formats.py with its arguments and its id in the template's form."""
+    function = call["function"]
+    if needs.text_arguments:
+        function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    if needs.short_ids:
+        call = call | {"id": _short_id(call.get("id") or function["name"])}
+    return call | {"function": function}
 
 
-def _turn_end(text: str, start: int, end: int, tokenizer: Tokenizer, marks: list[str]) -> int:
-    """The end of the turn that starts at `start`, including the special token that ends it.
-
-    end: the end of its markers, which may exclude that token; a model that never learns it would never stop.
-    marks: all special tokens.
-    """
-    if end > start and text[start:end].rstrip().endswith(tuple(marks)):
-        return end
-    mark = end_of_turn(tokenizer)
-    if mark is None:
-        raise UserError(
-            "the chat template ends answers with no special token, so a model would not learn to stop: "
-            "pass --chat_template chatml, plain, or a .jinja file that writes eos_token"
-        )
-    # Content cannot contain it, as spelled ones are hidden. With markers, it follows them.
-    place = text.find(mark, end)
-    if place < 0 or (end > start and text[end:place].strip()):
-        raise BadRow("the chat template ends this answer with no special token (try --chat_template chatml)")
-    return place + len(mark)
-
-
-def _holds(written: str, message: Message, marks: list[str]) -> bool:
-    """Whether the text of a turn ends with the message's words, ignoring white space, or contains its words
-    and calls."""
-    written = written.rstrip()
-    written = written.removesuffix(next((mark for mark in marks if written.endswith(mark)), ""))
-    names = [
-        str((call.get("function") or call).get("name") or "") for call in message.get("tool_calls") or []
-    ]
-    if not all(name and written.count(name) >= names.count(name) for name in names):
-        return False
-    parts = (message["content"], message.get("reasoning_content") or "", written)
-    said, thought, written = ("".join(part.split()) for part in parts)
-    if thought not in written:
-        return False
-    return said in written if names else written.endswith(said)
-
-
-def _without_flags(messages: list[Message]) -> list[Message]:
-    """The messages as the template sees them, without "train", which is no part of the chat."""
-    return [{key: value for key, value in message.items() if key != "train"} for message in messages]
+def _short_id(name: str) -> str:
+    """An id of nine letters and digits; the same one for the same name."""
+    return name if _CALL_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
 
 
 def _hide(value: Any, marks: list[str]) -> Any:
@@ -283,6 +466,38 @@ def _hide(value: Any, marks: list[str]) -> Any:
     return re.sub("|".join(map(re.escape, marks)), lambda match: f"\ufdd0{numbers[match[0]]}\ufdd1", value)
 
 
+# --- templates ----------------------------------------------------------------------------------------------
+
+
+def _apply_template(
+    chat: list[Message],
+    tokenizer: Tokenizer,
+    tools: Tools = None,
+    switches: Switches | None = None,
+    add_generation_prompt: bool = False,
+) -> str:
+    """The text of prepared messages. Raises UserError without a template, BadRow if it rejects the chat."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file"
+        )
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[chat],
+            tools=tools,
+            chat_template=tokenizer.get_chat_template(tools=tools),
+            add_generation_prompt=add_generation_prompt,
+            **tokenizer.special_tokens_map | (switches or {}),
+        )
+    except (
+        Exception
+    ) as error:  # templates can raise anything (raise_exception, a missing key, a filter on None)
+        raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+    return texts[0]
+
+
 def read_chat_template(name: str) -> str:
     """A chat template by the name of one shipped here, or by the path of a .jinja file."""
     path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)
@@ -290,3 +505,19 @@ def read_chat_template(name: str) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise UserError(f"--chat_template: neither chatml, nor plain, nor a .jinja file: {error}") from None
+
+
+def set_defaults(tokenizer: Tokenizer, settings: list[str]) -> None:
+    """Give variables of the chat template defaults, "name=value" each. They are part of the template, so that
+    it writes the same wherever the model is sampled. Raises UserError for another form."""
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        raise UserError("--template_kwargs: the tokenizer has no chat template, or several (--chat_template)")
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if not name.isidentifier() or not value:
+            raise UserError(f"--template_kwargs {setting}: expected name=value, as in enable_thinking=false")
+        is_literal = value in ("true", "false", "none") or value.replace(".", "", 1).isdecimal()
+        literal = value if is_literal else json.dumps(value)
+        template = _DEFAULT.format(name, literal) + template
+    tokenizer.chat_template = template

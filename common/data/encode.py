@@ -16,8 +16,20 @@ from typing import Any, NamedTuple, TypeVar
 
 from common.args import CommonArgs
 from common.data.chat import per_tokenizer
-from common.data.tokens import notes, tokenize_documents
-from common.data.types import RESERVED, BadRow, Example, Row, Sequence, Tokenizer, may_reject, unicode, whole
+from common.data.sharing import shared_starts
+from common.data.tokens import tokenize_documents
+from common.data.types import (
+    RESERVED,
+    BadRow,
+    Example,
+    Row,
+    Sequence,
+    Tokenizer,
+    may_reject,
+    notes,
+    unicode,
+    whole,
+)
 from common.errors import UserError, quoted, say
 from common.files import loaded_code
 import numpy as np
@@ -129,7 +141,6 @@ def number_in(row: Row, column: str) -> float:
 class Layout(NamedTuple):
     """What all examples of a dataset have in common."""
 
-    per_example: int  # sequences per example
     fields: dict[str, tuple[str, str]]  # a number per "token" or per "sequence", and its dtype
     where: str  # the origin of one example
 
@@ -184,7 +195,7 @@ def layout_of(example: Example, where: str) -> Layout | None:
             name: ("token" if array.ndim else "sequence", str(array.dtype))
             for name, array in sequence.items()
         }
-        layout = agree(layout, Layout(len(example), fields, where))
+        layout = agree(layout, Layout(fields, where))
     return layout
 
 
@@ -192,9 +203,10 @@ def agree(layout: Layout | None, other: Layout | None) -> Layout | None:
     """The common layout of both; None: neither has one. Raises UserError, naming the row, if they differ."""
     if layout is None or other is None:
         return layout or other
-    if (layout.per_example, layout.fields) != (other.per_example, other.fields):
-        found, expected = (f"{one.per_example} sequences with fields {one.fields}" for one in (other, layout))
-        raise UserError(f"{other.where}: {found}; expected, as in {layout.where}, {expected}")
+    if layout.fields != other.fields:
+        raise UserError(
+            f"{other.where}: sequences with fields {other.fields}; expected, as in {layout.where}, {layout.fields}"
+        )
     return layout
 
 
@@ -215,6 +227,8 @@ class Encoded(NamedTuple):
     """Rows as examples: S sequences of T tokens in total, end to end."""
 
     lengths: np.ndarray  # (S,) int64
+    counts: np.ndarray  # (examples,) int64: sequences of each example
+    sizes: np.ndarray  # (examples,) int64: tokens of each example in a row, where shared prefixes are once
     rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     layout: Layout | None  # of every example; None: there are none
@@ -265,19 +279,22 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     documents = iter(
         tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer)
     )
-    layout, sequences, difficulties = None, [], []
+    layout, sequences, counts, sizes, difficulties = None, [], [], [], []
     for _, difficulty, where, example in made:
         example = [whole(next(documents))] if isinstance(example, str) else example
         layout = agree(layout, layout_of(example, where))
         sequences += example
-        tokens = sum(len(sequence["input_ids"]) for sequence in example)
-        difficulties.append(tokens if job.column == "length" else difficulty)
+        counts.append(len(example))
+        sizes.append(sum(len(sequence["input_ids"]) for sequence in example) - sum(shared_starts(example)))
+        difficulties.append(sizes[-1] if job.column == "length" else difficulty)
     fields = {}
     for name, (per, _) in layout.fields.items() if layout else ():
         values = (np.concatenate if per == "token" else np.array)([sequence[name] for sequence in sequences])
         fields[name] = values.astype({"input_ids": kind, "loss_mask": np.uint8}.get(name, values.dtype))
     return Encoded(
         np.array([len(sequence["input_ids"]) for sequence in sequences], np.int64),
+        np.array(counts, np.int64),
+        np.array(sizes, np.int64),
         np.array([number for number, *_ in made], np.int64),
         np.array(difficulties, np.float64),
         layout,

@@ -20,6 +20,8 @@ class TokenFile(NamedTuple):
     layout: Layout
     starts: np.ndarray  # (S,) int64: offset of each sequence in the T tokens
     ends: np.ndarray  # (S,) int64
+    counts: np.ndarray  # (examples,) int64: sequences of each example
+    sizes: np.ndarray  # (examples,) int64: tokens of each example in a row, where shared prefixes are once
     rows: np.ndarray  # (examples,) int64: the row of each example
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     fields: dict[str, np.ndarray]  # (T,) or (S,) by the layout, see Encoded
@@ -44,11 +46,15 @@ class Examples:
         self.files, self.sources = files, sources
         self.counts = [len(file.rows) for file in files]  # examples of each source
         self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
-        sizes = [(file.ends - file.starts).reshape(-1, file.layout.per_example) for file in files]
-        # (examples,) tokens
-        self.lengths = np.concatenate([size.sum(1) for size in sizes] or [np.zeros(0, np.int64)])
+        nothing = np.zeros(0, np.int64)
+        self.lengths = np.concatenate([nothing, *(file.sizes for file in files)])  # (examples,) tokens
+        self.sequence_counts = np.concatenate([nothing, *(file.counts for file in files)])  # (examples,)
+        # of each source: the number of the first sequence of each example
+        self._starts = [np.concatenate([[0], np.cumsum(file.counts)]).astype(np.int64) for file in files]
         # tokens of the longest sequence
-        self.longest = max((int(size.max()) for size in sizes if size.size), default=0)
+        self.longest = max(
+            (int((file.ends - file.starts).max()) for file in files if len(file.ends)), default=0
+        )
         difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
         self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
         layout = None
@@ -62,10 +68,12 @@ class Examples:
         if not 0 <= index < len(self):
             raise IndexError(index)
         s = bisect.bisect_right(self._firsts, index) - 1
-        file = self.files[s]
-        each = file.layout.per_example
-        first = (index - self._firsts[s]) * each
-        return [file.sequence(i) for i in range(first, first + each)]
+        first, end = self._starts[s][index - self._firsts[s] :][:2].tolist()
+        return [self.files[s].sequence(i) for i in range(first, end)]
+
+    def chats(self, index: int) -> list[Example]:
+        """The examples of which an example is made: of a pack several."""
+        return [self[index]]
 
     def where(self, index: int) -> str:
         """The source and row of an example."""
@@ -106,6 +114,7 @@ class Packs(Examples):
         super().__init__(examples.files, examples.sources)
         self.examples, self.members, self.counts, self.max_length = examples, members, counts, max_length
         self.lengths = np.array([examples.lengths[pack].sum() for pack in members], np.int64)  # (packs,)
+        self.sequence_counts = np.array([examples.sequence_counts[pack].sum() for pack in members], np.int64)
         if examples.difficulty is not None:
             self.difficulty = np.array([examples.difficulty[pack].mean() for pack in members])
 
@@ -113,7 +122,11 @@ class Packs(Examples):
         return len(self.members)
 
     def __getitem__(self, i: int) -> Example:
-        return [sequence for j in self.members[i] for sequence in self.examples[int(j)]]
+        return [sequence for chat in self.chats(i) for sequence in chat]
+
+    def chats(self, i: int) -> list[Example]:
+        """The examples in a pack."""
+        return [self.examples[int(j)] for j in self.members[i]]
 
     def where(self, i: int) -> str:
         """The source and row of each example in a pack."""
@@ -129,11 +142,10 @@ class Packs(Examples):
 
 def pack(data: Data, max_length: int) -> Data:
     """The same kind of data, with each example made of several of the original ones: at most max_length
-    tokens together.
+    tokens together, unless one alone has more.
 
     No example is split, each is in exactly one pack, and each pack is from one source. In a curriculum only
-    examples of similar difficulty share a pack. A stream is packed block by block. Raises UserError for an
-    example of more than max_length tokens.
+    examples of similar difficulty share a pack. A stream is packed block by block.
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: pack(examples, max_length))
@@ -164,7 +176,7 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
         return data.apply(lambda examples: chunk(examples, max_length, across))
     files = []
     for source, file in zip(data.sources, data.files, strict=True):
-        if file.layout.per_example > 1:
+        if (file.counts > 1).any():
             raise UserError(f"{source.path}: examples of several sequences are not cut into chunks")
         starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
         pieces = -(-(ends - starts) // max_length)  # pieces per document
@@ -177,7 +189,15 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
         per_token = {name for name, (per, _) in file.layout.fields.items() if per == "token"}
         fields = {name: values if name in per_token else values[of] for name, values in file.fields.items()}
         files.append(
-            TokenFile(file.layout, begin, end, file.rows[of], file.difficulty[of], fields, file.facts)
+            file._replace(
+                starts=begin,
+                ends=end,
+                counts=np.ones(len(begin), np.int64),
+                sizes=end - begin,
+                rows=file.rows[of],
+                difficulty=file.difficulty[of],
+                fields=fields,
+            )
         )
     return Examples(files, data.sources)
 
@@ -185,7 +205,8 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
 def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
     """Best-fit decreasing bin packing: the indices of the examples in each pack. O(N log N).
 
-    lengths: (N,) tokens. Raises UserError for an example longer than max_length.
+    lengths: (N,) tokens. An example of more than max_length tokens (a chat in several contexts, each of which
+    has fewer) has a pack of its own.
     """
     packs: list[list[int]] = []
     by_room: dict[int, list[int]] = {}  # free room -> packs with that much
@@ -193,9 +214,8 @@ def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         if length > max_length:
-            raise UserError(
-                f"--max_length {max_length}: an example of {length} tokens does not fit in a pack"
-            )
+            packs.append([i])
+            continue
         at = bisect.bisect_left(rooms, length)  # the smallest room in which it fits
         if at == len(rooms):
             packs.append([i])

@@ -10,16 +10,16 @@ import math
 import re
 from typing import Any
 
-from common.data.types import BadRow, Message, may_reject, unicode, without_nulls
+from common.data.types import REASONING, BadRow, Message, may_reject, unicode, without_nulls
+from common.errors import quoted
 
 SPEAKERS = {
-    "system": ("system",),
+    "system": ("system", "developer"),
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
-    "tool": ("tool", "observation", "function", "function_response"),
+    "tool": ("tool", "observation", "function", "function_response", "ipython"),
 }
 ROLES = {name: role for role, names in SPEAKERS.items() for name in names}
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
 # The formats of each form, with their columns. A row has the first one whose columns are all present and not
 # null.
 CHAT = (
@@ -85,7 +85,8 @@ def as_text(columns: Columns, field: str = "text") -> str:
 
 @may_reject
 def as_chat(columns: Columns) -> dict[str, Any]:
-    """{"messages", "tools"}, or {"prompt", "completion"} strings, or {"text"}.
+    """{"messages"}, with "tools" and "chat_template_kwargs" where there are some; or {"prompt", "completion"}
+    strings; or {"text"}.
 
     Reads messages, ShareGPT conversations, Alpaca (instruction, input, output, system, history), prompt and
     completion (strings or messages; the latter with "prompt_turns", the number of messages in the prompt),
@@ -100,36 +101,30 @@ def as_chat(columns: Columns) -> dict[str, Any]:
         raise BadRow(
             "an answer labelled good or bad, for KTO; for SFT keep the good rows (then --columns unused=label)"
         )
-    tools = _tools(columns)
     if format == "alpaca":
         answer = [{"role": "assistant", "content": _string(columns, "output")}]
-        return {"messages": _alpaca_prompt(columns) + answer, "tools": tools}
+        return {"messages": _alpaca_prompt(columns) + answer} | _rendering(columns)
     if format.startswith("prompt_"):
         answer = format.removeprefix("prompt_")
         prompt, completion = columns["prompt"], columns[answer]
         if isinstance(prompt, str) and isinstance(completion, str) and not _system(columns):
             return {"prompt": _string(columns, "prompt"), "completion": _string(columns, answer)}
         prompt = _prompt_turns(columns)
-        return {
-            "messages": prompt + _answered(_answer(completion)),
-            "tools": tools,
-            "prompt_turns": len(prompt),
-        }
-    return {"messages": _answered(_conversation(columns)), "tools": tools}
+        messages = prompt + _answered(_answer(completion))
+        return {"messages": messages, "prompt_turns": len(prompt)} | _rendering(columns)
+    return {"messages": _answered(_conversation(columns))} | _rendering(columns)
 
 
 @may_reject
 def as_preference(columns: Columns) -> dict[str, Any]:
     """{"prompt", "chosen", "rejected"}: all strings (plain text) or all lists of messages; the latter two are
-    answers only.
+    answers only; and "tools" and "chat_template_kwargs".
 
     Reads prompt + chosen + rejected (strings or messages); chosen + rejected as whole conversations, whose
     longest common prefix is the prompt; HH-RLHF strings ("\\n\\nHuman: ...\\n\\nAssistant: ...");
     LLaMA-Factory's conversations or instruction with chosen and rejected.
     """
     format = format_of(columns, PREFERENCE)
-    if _tools(columns):
-        raise BadRow("a pair with tools (to train without them: --columns unused=tools)")
     chosen, rejected = columns["chosen"], columns["rejected"]
     if not chosen or not rejected:
         raise BadRow("empty answer")
@@ -177,7 +172,7 @@ def as_preference(columns: Columns) -> dict[str, Any]:
     for side in (chosen, rejected):
         if not isinstance(side, str) and [m["role"] for m in _answered(side)][:1] != ["assistant"]:
             raise BadRow("an answer that does not start with the assistant")
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _rendering(columns)
 
 
 @may_reject
@@ -192,8 +187,7 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     row = dict(columns)
     if format == "verl":
         row.setdefault("answer", row["reward_model"]["ground_truth"])
-    if row.get("tools"):
-        row["tools"] = _tools(row)
+    row |= _rendering(row)
     if format in ("prompt", "verl"):
         is_text = isinstance(row["prompt"], str) and not _system(row)
         prompt = _string(row, "prompt") if is_text else _prompt_turns(row)
@@ -237,14 +231,22 @@ def _optional(columns: Columns, name: str) -> str:
     return _string(columns, name) if value and str(value).strip() else ""
 
 
-def _tools(columns: Columns) -> list[Any] | None:
-    tools = without_nulls(columns.get("tools"))
-    if isinstance(tools, str) and tools.strip():
-        tools = json.loads(tools)
-    tools = [tools] if isinstance(tools, dict) else tools
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+def _rendering(columns: Columns) -> dict[str, Any]:
+    """What the chat template gets beside the messages, if a row has it: {"tools", "chat_template_kwargs"}."""
+    found = {}
+    for name in ("tools", "chat_template_kwargs"):
+        value = without_nulls(columns.get(name))
+        if isinstance(value, str) and value.strip():
+            value = json.loads(value)
+        if value:
+            found[name] = value
+    if isinstance(tools := found.get("tools"), dict):
+        found["tools"] = [tools]
+    elif tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools is not a list of objects")
-    return tools or None
+    if not isinstance(found.get("chat_template_kwargs", {}), dict):
+        raise BadRow('chat_template_kwargs is not an object, such as {"enable_thinking": false}')
+    return found
 
 
 def _conversation(columns: Columns) -> list[Message]:
@@ -290,7 +292,9 @@ def _messages(value: Any) -> list[Message]:
         content = turn.get("value") if turn.get("content") is None else turn["content"]
         if not isinstance(name, str) or name not in ROLES:
             raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
+        is_trained = _is_trained(turn)
         if isinstance(content, list):
+            is_trained = is_trained and _are_trained(content)
             content = "".join(map(_part, content))
         # OpenAI's before tool_calls
         calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))
@@ -308,7 +312,7 @@ def _messages(value: Any) -> list[Message]:
             message["tool_calls"] = [
                 _tool_call(call) for call in (calls if isinstance(calls, list) else [calls])
             ]
-        if not _is_trained(turn):
+        if not is_trained:
             message["train"] = False
         messages.append(message)
     return messages
@@ -324,8 +328,19 @@ def _part(part: Any) -> str:
     return part
 
 
+def _are_trained(parts: list[Any]) -> bool:
+    """Whether the parts of a message may be trained on, by their own flags, which have to agree."""
+    flags = {_is_trained(part) for part in parts if isinstance(part, dict)}
+    if len(flags) > 1:
+        raise BadRow(
+            "parts of a message differ in train, loss_mask or weight: one flag for the whole message"
+        )
+    return flags != {False}
+
+
 def _is_trained(turn: dict[str, Any]) -> bool:
-    """Whether a turn may be trained on, by its own train, loss_mask or weight (OpenAI's name)."""
+    """Whether a turn, or a part of one, may be trained on, by its own train, loss_mask or weight (OpenAI's
+    name)."""
     trained = True
     for name in ("train", "loss_mask", "weight"):
         value = turn.get(name)
@@ -339,9 +354,13 @@ def _tool_call(call: Any) -> dict[str, Any]:
     """A tool call in OpenAI's form, but with its arguments as an object: as JSON text, chat templates would
     encode them again."""
     function = dict(call.get("function") or call)
-    if isinstance(arguments := function.get("arguments"), str):
-        function["arguments"] = json.loads(arguments.strip() or "{}")
-    function.setdefault("arguments", {})  # null, or not there
+    arguments = function.get("arguments")
+    for _ in range(2):  # some files hold JSON text within JSON text
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments.strip() or "{}")
+    if not isinstance(arguments, dict | None):
+        raise BadRow(f"the arguments of a tool call are {quoted(arguments, 60)}; expected an object")
+    function["arguments"] = arguments or {}
     return (call if "function" in call else {"type": "function"}) | {"function": function}
 
 

@@ -216,6 +216,8 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
             for new, old in renames:
                 if old in row:  # some rows may lack a column, such as tools
                     row[new] = row.pop(old)
+                elif new == "unused":
+                    _leave_out(old, row)
             given += 1
             yield row, [file, number, given]
             if given >= most:
@@ -224,6 +226,14 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     if not given and source.part != "held_out":
         left = f", with --eval_fraction {source.held_out}" if source.held_out else ""
         raise UserError(f"no rows in {source.path} (split {source.split}{left}); at least one is needed")
+
+
+def _leave_out(key: str, row: Row) -> None:
+    """Remove a key, such as reasoning_content, from the messages of a row."""
+    for messages in row.values():
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict) and message.keys() & {"role", "from"}:
+                message.pop(key, None)
 
 
 def load_rows(source: Source | str) -> list[Row]:

@@ -20,6 +20,11 @@ Example = list[Sequence]
 RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask", "lengths", "token_map")
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
+# What is to be known of the row that is tokenised: encode.py counts it, and empties the set.
+notes: set[str] = set()
+
+
 class Row(dict[str, Any]):
     """The columns of a dataset row, its origin, and which columns were looked at."""
 

@@ -148,13 +148,16 @@ class Stream:
         filled = [part for part in encoded if part.layout]
         for part in filled:
             self._layout = agree(self._layout, part.layout)
-        layout = self._layout if filled else Layout(1, {}, "")
-        lengths, rows, difficulty = (np.concatenate([part[i] for part in encoded]) for i in range(3))
+        layout = self._layout if filled else Layout({}, "")
+        about = ("lengths", "counts", "sizes", "rows", "difficulty")
+        lengths, counts, sizes, rows, difficulty = (
+            np.concatenate([getattr(part, name) for part in encoded]) for name in about
+        )
         fields = {name: np.concatenate([part.fields[name] for part in filled]) for name in layout.fields}
         trained = int(fields["loss_mask"].sum(dtype=np.int64)) if filled else 0
         facts = account.facts() | {"tokens": int(lengths.sum()), "trained_tokens": trained}
         ends = np.cumsum(lengths)
-        return TokenFile(layout, ends - lengths, ends, rows, difficulty, fields, facts)
+        return TokenFile(layout, ends - lengths, ends, counts, sizes, rows, difficulty, fields, facts)
 
 
 def check(args: CommonArgs) -> None:

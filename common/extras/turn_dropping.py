@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from common.data.examples import Examples
 from common.data.order import Shuffled
-from common.data.types import Example, Sequence
+from common.data.types import Example
 from common.errors import UserError
 import numpy as np
 
@@ -25,17 +25,23 @@ class ShortChats(Shuffled):
 
     def __getitem__(self, position: int) -> Example:
         rng = np.random.default_rng((self.order.seed, position // len(self), self.order[position]))
-        return [shorten(sequence, self.probability, rng) for sequence in super().__getitem__(position)]
+        sequences = []
+        for chat in self.examples.chats(self.order[position]):
+            sequences += shorten(chat, self.probability, rng)
+        return sequences
 
 
-def shorten(sequence: Sequence, probability: float, rng: np.random.Generator) -> Sequence:
-    """With the given probability, truncate the sequence after a random trained turn other than its last."""
+def shorten(chat: Example, probability: float, rng: np.random.Generator) -> Example:
+    """With the given probability, end the chat (its sequences in order, see tokens.tokenize_messages) after a
+    random trained turn other than its last."""
     wanted, which = rng.random(2)
-    mask = sequence["loss_mask"].astype(np.int8)
-    steps = np.diff(mask)
-    ends, starts = np.flatnonzero(steps < 0) + 1, np.flatnonzero(steps > 0) + 1
-    earlier = ends[ends <= starts[-1]] if len(starts) else ends[:0]
-    if wanted >= probability or not len(earlier):
-        return sequence
-    end = earlier[int(which * len(earlier))]
-    return {name: value[:end] if np.ndim(value) else value for name, value in sequence.items()}
+    turns: list[tuple[int, int]] = []  # the sequence of each trained turn, and its end there
+    for s, sequence in enumerate(chat):
+        mask = np.append(sequence["loss_mask"].astype(np.int8), 0)
+        for end in np.flatnonzero(np.diff(mask) < 0) + 1:
+            turns.append((s, int(end)))
+    if wanted >= probability or len(turns) < 2:
+        return chat
+    s, end = turns[int(which * (len(turns) - 1))]
+    last = {name: value[:end] if np.ndim(value) else value for name, value in chat[s].items()}
+    return [*chat[:s], last]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.data.chat import read_chat_template, stop_token_ids
+from common.data.chat import read_chat_template, set_defaults, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.extras import extra
@@ -83,6 +83,8 @@ def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenize
         tokenizer.chat_template = read_chat_template(args.chat_template)
         if args.chat_template == "chatml":
             tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    if args.template_kwargs:
+        set_defaults(tokenizer, args.template_kwargs)
     return tokenizer
 
 

@@ -63,14 +63,14 @@ def describe(
     if args.dry_run:
         extra("dry_run").show_facts(facts)
         extra("dry_run").show_memory(args, accelerator, model, largest, reference)
-    show_example(data[0], tokenizer, example_name)
+    show_example(data[0], tokenizer, example_name, most=len(data[0]) if args.dry_run else 2)
     if args.dry_run:
         say("dry run: nothing was trained, and nothing written in output_dir")
         return ""
     block = " in the first block" if args.dataset_streaming else ""
     steps = f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
     say(f"{len(data):,} {example_name}s{block}, {len(held_out):,} held out; {steps}")
-    facts["marked"] = marked(data[0], tokenizer)
+    facts["marked"] = marked(data[0], tokenizer, example_name)
     return json.dumps(facts, indent=1, ensure_ascii=False)
 
 
@@ -122,19 +122,22 @@ def describe_lengths(sizes: np.ndarray) -> dict[str, Any]:
     return named | {"mean": float(sizes.mean()), "histogram": bins}
 
 
-def sides(example: Example | dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+def sides(example: Example | dict[str, Any], example_name: str) -> list[tuple[str, dict[str, Any]]]:
     """(name, sequence) of each sequence of an example. A prompt is a sequence of which nothing is trained."""
     if isinstance(example, dict):
         ids = np.asarray(example["prompt_ids"])
         return [("", {"input_ids": ids, "loss_mask": np.zeros(len(ids), np.uint8)})]
-    return list(zip(("chosen", "rejected") if len(example) == 2 else ("",), example, strict=True))
+    if example_name == "pair":
+        return list(zip(("chosen", "rejected"), example, strict=True))
+    count = len(example)
+    return [(f"context {i} of {count}" if count > 1 else "", one) for i, one in enumerate(example, 1)]
 
 
-def marked(example: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def marked(example: Any, tokenizer: Tokenizer, example_name: str) -> list[dict[str, Any]]:
     """An example for dataset.json: {"side", "parts": [(text, whether it is trained)]} for each of its
     sequences."""
     found = []
-    for side, sequence in sides(example):
+    for side, sequence in sides(example, example_name):
         short = {name: sequence[name][:SHOWN] for name in ("input_ids", "loss_mask")}
         found.append({"side": side, "parts": trained_parts(short, tokenizer)})
     return found
@@ -143,9 +146,9 @@ def marked(example: Any, tokenizer: Tokenizer) -> list[dict[str, Any]]:
 # --- what is printed ----------------------------------------------------------------------------------------
 
 
-def show_example(example: Any, tokenizer: Tokenizer, name: str) -> None:
-    """Print an example as text with the trained tokens marked."""
-    for side, sequence in sides(example):
+def show_example(example: Any, tokenizer: Tokenizer, name: str, most: int) -> None:
+    """Print the first `most` sequences of an example as text with the trained tokens marked."""
+    for side, sequence in sides(example, name)[:most]:
         is_prompt = isinstance(example, dict)
         say(
             f"{' '.join(filter(None, (name, '1', side)))}{'' if is_prompt else ', with what is trained marked'}:"

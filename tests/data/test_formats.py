@@ -13,7 +13,7 @@ from tests.data.rows import line
 U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 S = {"role": "system", "content": "s"}
 B = {"role": "assistant", "content": "b"}
-CHAT = {"messages": [U, A], "tools": None}
+CHAT = {"messages": [U, A]}
 
 
 def turn(name, text):
@@ -100,7 +100,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"type": "function",
     ],
 )
 def test_chats_are_read_from_every_format(row, messages):
-    assert as_chat(row) == {"messages": messages, "tools": None}
+    assert as_chat(row) == {"messages": messages}
 
 
 def test_numbers_are_read_as_their_text():
