@@ -12,7 +12,7 @@ Chats are content: a special token spelled in a message stays plain characters, 
 a turn. In the rendered text a placeholder represents it until tokenisation.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 import functools
 import hashlib
 import itertools
@@ -54,6 +54,7 @@ class Answer(NamedTuple):
 
     context: str  # what it is sampled after
     written: str  # what the model writes there
+    rest: str  # what the template writes after that, at the end of a chat
 
 
 def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T]:
@@ -104,7 +105,7 @@ def prompt_text(
 
 def answers(
     messages: list[Message],
-    turns: Iterable[int],
+    turns: list[int],
     tokenizer: Tokenizer,
     tools: Tools = None,
     switches: list[Switches] | None = None,
@@ -135,7 +136,11 @@ def answers(
             found.append(answer)
             break
         else:
-            raise reasons[0]
+            if turn > 0 or len(turns) == 1:
+                raise reasons[0]
+            notes.add(
+                "an answer before all other messages is not trained: the chat template has no header for it"
+            )
     if found:
         _check_messages(found[-1].context, chat[:turn])
     return found
@@ -187,7 +192,8 @@ def _answer(
             )
         end_of_words = max(end_of_words, place + len(form))
     ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
-    return Answer(context, _up_to_the_end(written, end_of_words, ending, tokenizer))
+    answer = _up_to_the_end(written, end_of_words, ending, tokenizer)
+    return Answer(context, answer, written[len(answer) :])
 
 
 def _why_not_continued(text: str, context: str) -> str:

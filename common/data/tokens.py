@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.data.chat import (
     PLACEHOLDER,
+    Answer,
     Switches,
     Tools,
     answers,
@@ -93,59 +94,65 @@ def tokenize_messages(
         raise BadRow("no assistant turn that is trained")
     if train_on == "everything":
         return [_whole_chat(messages, tokenizer, tools, (switches or [{}])[0])]
-    if trained[0] == 0 and len(trained) > 1 and not _may_begin(messages, tokenizer, tools, switches):
-        notes.add(
-            "an answer before all other messages is not trained: the chat template has no header for it"
-        )
-        trained = trained[1:]
-
-    sequences: list[Sequence] = []
-    for context, written in answers(messages, trained, tokenizer, tools, switches):
-        ids, start = _continued(context, written, tokenizer)
-        mask = np.zeros(len(ids), np.int64)
-        mask[start:] = 1
-        if sequences:
-            before = sequences[-1]["input_ids"]
-            if len(before) <= start and (ids[: len(before)] == before).all():
-                mask[: len(before)] = sequences.pop()["loss_mask"]
-        sequences.append({"input_ids": ids, "loss_mask": mask})
-    return sequences
-
-
-def _may_begin(
-    messages: list[Message], tokenizer: Tokenizer, tools: Tools, switches: list[Switches] | None
-) -> bool:
-    """Whether the chat template can write an answer before all other messages."""
-    try:
-        answers(messages, [0], tokenizer, tools, switches)
-    except BadRow:
-        return False
-    return True
+    sequences: list[_Written] = []
+    for answer in answers(messages, trained, tokenizer, tools, switches):
+        before = sequences[-1] if sequences else None
+        this = _write(answer, before, tokenizer)
+        if before and this.ids[: len(before.ids)] == before.ids:
+            this.mask[: len(before.ids)] = (
+                before.mask
+            )  # the context continues it: both answers in one sequence
+            sequences.pop()
+        sequences.append(this)
+    rest = encode_text(answer.rest, tokenizer, after=answer.written)
+    sequences[-1].ids.extend(rest)
+    sequences[-1].mask.extend([0] * len(rest))
+    return [
+        {"input_ids": np.array(one.ids, np.int64), "loss_mask": np.array(one.mask, np.int64)}
+        for one in sequences
+    ]
 
 
-def _continued(context: str, written: str, tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
-    """The ids of two texts of `chat.py` in succession, and the number of ids of the first one, which are as
-    on its own."""
-    before = encode_text(context, tokenizer)
-    ids = encode_text(context + written, tokenizer)
-    if ids[: len(before)] != before or len(ids) == len(before):  # a token would span the boundary
-        ids = before + encode_text(written, tokenizer, first=not context)
-    return np.array(ids, np.int64), len(before)
+class _Written(NamedTuple):
+    """An answer after its context, as tokens."""
+
+    text: str
+    ids: list[int]
+    mask: list[int]
+    is_whole: (
+        bool  # the ids are those of the whole text; otherwise a token would span the start of the answer
+    )
+
+
+def _write(answer: Answer, before: _Written | None, tokenizer: Tokenizer) -> _Written:
+    """before: what was written last. If the context continues it, only the new text is encoded."""
+    context, written = answer.context, answer.written
+    known: list[int] = []
+    if before and before.is_whole and context.startswith(before.text):
+        known, context = before.ids, context[len(before.text) :]
+    mark = before.text if known else ""
+    prompt = encode_text(context, tokenizer, after=mark)
+    ids = encode_text(context + written, tokenizer, after=mark)
+    is_whole = ids[: len(prompt)] == prompt and len(ids) > len(prompt)
+    if not is_whole:
+        ids = prompt + _pieces(written, tokenizer)
+    mask = [0] * (len(known) + len(prompt)) + [1] * (len(ids) - len(prompt))
+    return _Written(answer.context + written, known + ids, mask, is_whole)
 
 
 def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, switches: Switches) -> Sequence:
     """A chat of which all is trained, except for assistant turns with "train": False."""
-    ids = np.array(encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer), np.int64)
-    sequence = whole(ids)
+    ids = encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer)
+    mask = np.ones(len(ids), np.int64)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
-    for context, written in answers(messages, left_out, tokenizer, tools, [switches]):
-        before, start = _continued(context, written, tokenizer)
-        if len(before) > len(ids) or (ids[: len(before)] != before).any():
+    for answer in answers(messages, left_out, tokenizer, tools, [switches]):
+        this = _write(answer, None, tokenizer)
+        if ids[: len(this.ids)] != this.ids:
             raise BadRow(
                 "the chat template rewrites an answer that is not trained (try --train_on all_turns)"
             )
-        sequence["loss_mask"][start : len(before)] = 0
-    return sequence
+        mask[this.mask.index(1) : len(this.mask)] = 0
+    return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
 
 
 @may_reject
@@ -318,16 +325,13 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     return [encoding.ids for encoding in engine.encode_batch_fast(texts, add_special_tokens=False)]
 
 
-def encode_text(text: str, tokenizer: Tokenizer, first: bool = True) -> list[int]:
-    """Text of `chat.py` as ids. Placeholders become text. first: False for text that continues another one."""
-    hidden = list(PLACEHOLDER.finditer(text))
-    if text.count("\ufdd0") != len(hidden):
-        raise BadRow("the chat template cuts a special token that the text contains")
-    if not first or hidden:
-        return _pieces(text, hidden, tokenizer, first)
+def encode_text(text: str, tokenizer: Tokenizer, after: str = "") -> list[int]:
+    """Text of `chat.py` as ids. Placeholders become text. after: a text that ends with a special token, which
+    this one continues."""
     # No token spans a special one. What lies between two of them is often the same: it is encoded once.
     parts = _traits(tokenizer).marks.split(text)  # text, mark, text, mark, ..., text
-    ids, mark = [], ""
+    ids: list[int] = []
+    mark = next((mark for mark in special_tokens(tokenizer) if after.endswith(mark)), "")
     for i in range(0, len(parts), 2):
         following = parts[i + 1] if i + 1 < len(parts) else ""
         ids += _between(tokenizer, mark, parts[i], following)
@@ -336,21 +340,30 @@ def encode_text(text: str, tokenizer: Tokenizer, first: bool = True) -> list[int
 
 
 @functools.lru_cache(maxsize=4096)
-def _between(tokenizer: Tokenizer, mark: str, text: str, following: str) -> tuple[int, ...]:
+def _between(tokenizer: Tokenizer, mark: str, text: str, following: str) -> list[int]:
     """The ids of a text after one special token and up to and with another one, as within a longer text."""
-    encoding = engine_of(tokenizer).encode(mark + text + following, add_special_tokens=False)
-    return tuple(encoding.ids[1 if mark else 0 :])
+    if "\ufdd0" in text:
+        return _pieces(text, tokenizer, mark, following)
+    ids = engine_of(tokenizer).encode(mark + text + following, add_special_tokens=False).ids
+    return ids[1:] if mark else ids
 
 
-def _pieces(text: str, hidden: list[re.Match[str]], tokenizer: Tokenizer, first: bool) -> list[int]:
-    """A text as ids, with cuts at its placeholders."""
-    marks = {match.span(): hidden_texts(tokenizer)[int(match[1])] for match in hidden}
-    borders = sorted({0, len(text), *(border for span in marks for border in span)})
-    ids = []
-    for start, end in pairwise(borders):
-        literal = (start, end) in marks
-        piece = marks[start, end] if literal else text[start:end]
-        ids += _piece(piece, tokenizer, first=first and start == 0, literal=literal)
+def _pieces(text: str, tokenizer: Tokenizer, mark: str | None = None, following: str = "") -> list[int]:
+    """A text as ids, with cuts at its placeholders. mark: the special token before it, "" at the start of a
+    text, None after other text. following: the special token after it, whose id is the last one."""
+    ids: list[int] = []
+    parts = PLACEHOLDER.split(text)  # text, number, text, number, ..., text
+    if "\ufdd0" in "".join(parts[::2]):
+        raise BadRow("the chat template cuts a special token that the text contains")
+    for i, part in enumerate(parts):
+        if i % 2:
+            ids += _piece(
+                hidden_texts(tokenizer)[int(part)], tokenizer, first=mark == "" and not ids, literal=True
+            )
+        elif part:
+            ids += _piece(part, tokenizer, first=mark == "" and not ids)
+    if following:
+        ids.append(tokenizer.convert_tokens_to_ids(following))
     return ids
 
 

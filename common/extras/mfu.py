@@ -51,9 +51,9 @@ def typical_length(windows: Windows | RolloutSchedule) -> float:
     per token. At most, before completions are sampled."""
     if isinstance(windows, RolloutSchedule):
         return windows.longest
-    data = windows.train.data
-    # approximate if an example has two sequences
-    sizes = np.minimum(data.lengths / len(data[0]), windows.longest)
+    files = windows.train.data.files
+    sizes = np.concatenate([file.ends - file.starts for file in files]).astype(np.float64)
+    sizes = np.minimum(sizes, windows.longest)
     return float((sizes**2).sum() / sizes.sum())
 
 

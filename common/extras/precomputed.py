@@ -15,7 +15,8 @@ def scores(args: CommonArgs, reference: Reference, examples: Examples) -> np.nda
     say(f"reference: scoring {len(examples):,} pairs")
     accelerator = reference.accelerator
     mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
-    mine.sort(key=lambda i: int(examples.lengths[i]))  # batches of similar lengths
+    # batches of similar lengths
+    mine.sort(key=lambda i: sum(len(sequence["input_ids"]) for sequence in examples[i]))
     found: list[tuple[int, list[float]]] = []
     for start in range(0, len(mine), args.per_device_eval_batch_size):
         members = mine[start : start + args.per_device_eval_batch_size]
