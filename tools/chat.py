@@ -25,7 +25,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, printable, quoted
-from common.extras.lora import import_peft
+from common.model.lora import import_peft
 from common.memory import is_oom
 from common.model.load import check_weights, hub_errors
 import torch

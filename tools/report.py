@@ -16,8 +16,8 @@ import statistics
 from typing import Any
 
 from common.errors import UserError, say
-from common.extras.regression import fall_p_value, wilson
-from common.extras.report import (
+from common.run.parts.regression import fall_p_value, wilson
+from common.run.parts.report import (
     Row,
     asked,
     describe_run,

@@ -20,7 +20,7 @@ from common.data.sources import Source
 from common.data.tokens import tokenize_documents, tokenize_messages
 from common.data.types import BadRow, Row, whole
 from common.errors import UserError
-from common.extras.tokenizer import train_tokenizer
+from common.data.tokenizer import train_tokenizer
 import numpy as np
 import pytest
 

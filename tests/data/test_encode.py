@@ -7,7 +7,7 @@ from common.data import BadRow, chunk, drop_turns, load_data, pack, truncate, wh
 from common.data.encode import CHUNK, Job, agree, check_sequence, encode_all
 from common.data.types import RESERVED, Row
 from common.errors import UserError
-from common.extras import stream
+from common.data import stream
 import numpy as np
 import pytest
 import torch

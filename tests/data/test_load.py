@@ -18,7 +18,7 @@ from common.data import (
 )
 from common.data.tokens import tokenize_documents
 from common.errors import UserError
-from common.extras import stream
+from common.data import stream
 import pytest
 
 from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl

@@ -9,7 +9,7 @@ import tracemalloc
 from common.data import as_chat, sources
 from common.data.sources import Source, identity, read_rows
 from common.errors import UserError
-from common.extras import tables
+from common.data import tables
 import pytest
 
 from tests.data.rows import CHAT, columns, found, jsonl, line, texts, write

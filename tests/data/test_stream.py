@@ -14,8 +14,8 @@ from common.data.sources import Source, read_rows
 from common.data.tokens import tokenize_documents
 from common.data.types import BadRow
 from common.errors import UserError
-from common.extras import stream as streams
-from common.extras.stream import Stream
+from common.data import stream as streams
+from common.data.stream import Stream
 import numpy as np
 import pytest
 

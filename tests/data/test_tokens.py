@@ -21,7 +21,7 @@ from common.data.tokens import (
 )
 from common.data.types import BadRow
 from common.errors import UserError
-from common.extras.tokenizer import train_bpe
+from common.data.tokenizer import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

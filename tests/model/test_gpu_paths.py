@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.extras.cuda_graph import completions_at_once
-from common.extras.experts import add_experts
-from common.extras.mfu import peak_flops
-from common.extras.varlen import Ragged
+from common.sampling.cuda_graph import completions_at_once
+from common.model.experts import add_experts
+from common.run.parts.mfu import peak_flops
+from common.model.varlen import Ragged
 from common.model import attention
 from common.model.wrap import wrap
 from common.sampling.generate import FlatDecoder, generating

@@ -6,8 +6,8 @@ import shutil
 from types import SimpleNamespace
 
 from common.collators import flat_batch
-from common.extras import compiled_head
-from common.extras.dry_run import Live
+from common.model import compiled_head
+from common.run.dry_run import Live
 from common.model import fused_head
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS

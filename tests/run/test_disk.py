@@ -6,7 +6,7 @@ import resource
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras.report import lines
+from common.run.parts.report import lines
 from common.run.metrics import Metrics
 import pytest
 import torch

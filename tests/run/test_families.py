@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from common.errors import UserError
-from common.extras.mfu import flops_per_token, mfu_per_token
+from common.run.parts.mfu import flops_per_token, mfu_per_token
 from common.model.wrap import wrap
 import pytest
 import torch

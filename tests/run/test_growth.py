@@ -3,7 +3,7 @@ of noise."""
 
 from common.collators import flat_batch
 from common.data.types import whole
-from common.extras.dry_run import Live
+from common.run.dry_run import Live
 from common.losses import nll
 from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap

@@ -8,7 +8,7 @@ import signal
 import time
 
 from common.args import CommonArgs
-from common.extras.clock import START, Clock
+from common.run.parts.clock import START, Clock
 from common.run.folder import checkpoints
 from common.run.retry import Retry
 from common.run.signals import EXIT_CODE

@@ -7,7 +7,7 @@ import sys
 import time
 
 from common.errors import UserError
-from common.extras.vllm import request_seed
+from common.sampling.vllm import request_seed
 from common.run.folder import checkpoints
 import pytest
 from safetensors.torch import load_file

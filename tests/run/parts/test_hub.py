@@ -7,7 +7,7 @@ import shutil
 
 from common.command_line import parse_args
 from common.errors import UserError
-from common.extras.hub import MARK, write_card
+from common.run.parts.hub import MARK, write_card
 import huggingface_hub
 from huggingface_hub.utils import filter_repo_objects
 import pytest

@@ -4,7 +4,7 @@ import copy
 
 from common.collators import flat_batch
 from common.errors import UserError
-from common.extras.padded import WholeDecoder, way_to_sample
+from common.sampling.padded import WholeDecoder, way_to_sample
 from common.model.wrap import wrap
 from common.sampling import sample
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from benchmarks.models import tiny_config
-from tests.extras.test_rope import make as rope_model
+from tests.model.test_rope import make as rope_model
 from tests.tiny import V
 
 PROMPTS = [np.random.default_rng(n).integers(2, V, n).tolist() for n in (5, 3, 9, 5)]

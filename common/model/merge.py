@@ -11,7 +11,7 @@ import warnings
 from accelerate import Accelerator
 from common.errors import UserError, say
 from common.extras import extra
-from common.extras.lora import TRAINED, import_peft, load_merged
+from common.model.lora import TRAINED, import_peft, load_merged
 from common.model.flat_model import base_lm, is_quantised
 from common.model.load import dtype_of, hub_errors, make_savable
 from common.model.save import EXTRA, gather_weights, part_of, save_rounded

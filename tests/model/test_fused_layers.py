@@ -3,7 +3,7 @@
 import copy
 import inspect
 
-from common.extras.fused_layers import use_fused_layers
+from common.model.fused_layers import use_fused_layers
 import pytest
 import torch
 from torch import nn

@@ -7,8 +7,8 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.evaluate import Completed
-from common.extras import regression as suites
-from common.extras.regression import ALL, CHECKS, Case, Regression, Suite, compare, outcome
+from common.run.parts import regression as suites
+from common.run.parts.regression import ALL, CHECKS, Case, Regression, Suite, compare, outcome
 from common.run.metrics import Metrics
 import pytest
 from safetensors.torch import load_file

@@ -4,7 +4,7 @@ import json
 
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras.best import Best
+from common.run.parts.best import Best
 import pytest
 
 

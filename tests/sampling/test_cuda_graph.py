@@ -9,7 +9,7 @@ import itertools
 from types import SimpleNamespace
 import weakref
 
-from common.extras.cuda_graph import StepGraph, shared
+from common.sampling.cuda_graph import StepGraph, shared
 from common.model.wrap import wrap
 from common.sampling.generate import FlatDecoder, generating
 import numpy as np

@@ -34,7 +34,7 @@ import yaml
 HALF = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}  # Accelerate's names
 # Of gradients and activations, on a CPU: space between live tensors that malloc cannot use again. With it,
 # models of 0.4M and 100M parameters peaked at 1.00 to 1.09 times the estimate in three steps
-# (tests/extras/test_dry_run.py, slow).
+# (tests/run/test_dry_run.py, slow).
 LOST_BY_MALLOC = 0.5
 
 

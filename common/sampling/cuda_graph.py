@@ -6,7 +6,7 @@ import contextlib
 import functools
 
 from common.errors import say
-from common.extras.mfu import size_of_all_layers
+from common.run.parts.mfu import size_of_all_layers
 from common.memory import is_oom
 from common.model.attention import compute_dtype
 from common.sampling.generate import AT_ONCE

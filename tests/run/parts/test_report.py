@@ -7,7 +7,7 @@ import random
 import re
 import signal
 
-from common.extras.report import describe_run, embedded, page, thinned
+from common.run.parts.report import describe_run, embedded, page, thinned
 from common.run.folder import lock as take_lock
 import numpy as np
 import pytest

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.extras.test_report import EVIL, a_run
+from tests.run.parts.test_report import EVIL, a_run
 from tools.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from common.args import CommonArgs
-from common.extras.trackers import Tracker
+from common.run.parts.trackers import Tracker
 
 
 def test_a_tracker_goes_on_where_the_checkpoint_is():

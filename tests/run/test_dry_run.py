@@ -8,8 +8,8 @@ import sys
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.types import whole
-from common.extras.dry_run import estimate, nbytes
-from common.extras.lora import add_lora
+from common.run.dry_run import estimate, nbytes
+from common.model.lora import add_lora
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
 import numpy as np
@@ -42,7 +42,7 @@ from common.memory import memory
 from common.model.load import create_model
 from common.model.load import enable_gradient_checkpointing, load_pretrained
 from common.model.optimizer import make_optimizer
-from common.extras.dry_run import estimate
+from common.run.dry_run import estimate
 import numpy as np, torch, transformers
 
 size, recompute, lengths = json.loads(sys.argv[1])

@@ -11,8 +11,8 @@ import time
 from common import errors
 from common.args import CommonArgs
 from common.errors import UserError, last_words
-from common.extras import alerts as module
-from common.extras.alerts import Alerts
+from common.run.parts import alerts as module
+from common.run.parts.alerts import Alerts
 import pytest
 
 from tests.conftest import events_of

@@ -4,7 +4,7 @@ import copy
 
 from common.args import CommonArgs
 from common.collators import flat_batch, split_row
-from common.extras.lora import add_lora
+from common.model.lora import add_lora
 from common.model.flat_model import base_lm
 from common.model.lm_head import logits_of
 from common.model.load import enable_gradient_checkpointing

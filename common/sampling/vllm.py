@@ -29,7 +29,7 @@ import uuid
 from accelerate import Accelerator
 from common.collators import Window
 from common.errors import OutsideError, UserError, quoted, say
-from common.extras.merge import policy_writer
+from common.model.merge import policy_writer
 from common.model.flat_model import base_lm
 from common.processes import on_each_process, on_main_process
 from common.run.folder import writing

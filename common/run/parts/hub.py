@@ -10,7 +10,7 @@ import re
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
-from common.extras.report import points_of
+from common.run.parts.report import points_of
 from common.files import replace_text
 from common.model.save import CARD
 from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
