@@ -25,9 +25,10 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from common.errors import UserError, printable, quoted
-from common.model.lora import import_peft
 from common.memory import is_oom
-from common.model.load import check_weights, hub_errors
+from common.model.files import hub_errors
+from common.model.load import check_weights
+from common.model.lora import import_peft
 import torch
 
 from tools import as_command

@@ -16,6 +16,7 @@ import statistics
 from typing import Any
 
 from common.errors import UserError, say
+from common.run.folder import read_args, read_json
 from common.run.parts.regression import fall_p_value, wilson
 from common.run.parts.report import (
     Row,
@@ -31,7 +32,6 @@ from common.run.parts.report import (
     state_of,
     write_page,
 )
-from common.run.folder import read_args, read_json
 
 from tools import as_command
 

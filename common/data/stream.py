@@ -157,7 +157,7 @@ class Stream:
         return TokenFile(layout, ends - lengths, ends, rows, difficulty, fields, facts)
 
 
-def check(args: CommonArgs) -> None:
+def check_stream(args: CommonArgs) -> None:
     """Raises UserError for arguments that a stream cannot follow."""
     if args.max_steps <= 0:
         raise UserError(

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 import csv
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from common.data.sources import Source, lines
 from common.data.types import Row
 from common.errors import UserError
+from common.files import lines
+
+if TYPE_CHECKING:
+    from common.data.sources import Source
 
 MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unclosed quote
 
@@ -44,7 +47,7 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
         yield from rows
 
 
-def read_dataset(source: Source, at: int) -> Iterator[Row]:
+def read_dataset(source: "Source", at: int) -> Iterator[Row]:
     """The rows of a save_to_disk folder or a Hub dataset after the first `at`."""
     table = load_table(source)
     if hasattr(table, "__len__") and at >= len(table):  # skip() refuses to skip everything
@@ -57,7 +60,7 @@ def read_dataset(source: Source, at: int) -> Iterator[Row]:
         raise UserError(f"dataset {source.path} row {number + 1}: cannot be read: {error}") from None
 
 
-def load_table(source: Source, optional: bool = False) -> Any:
+def load_table(source: "Source", optional: bool = False) -> Any:
     """A split as a table of the datasets library. An absent one is None if it is optional, else UserError."""
     try:
         return _load(source.path, source.name, source.split, source.streaming)

@@ -11,7 +11,6 @@ from common.data.encode import Account
 from common.data.formats import as_text
 from common.data.sources import identity, read_rows, training_sources
 from common.errors import UserError, say
-from common.files import file_hash
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -38,7 +37,6 @@ def train_tokenizer(
         vocab_size,
         field,
         *versions(),
-        file_hash(Path(__file__)),
     ]
     folder = build_once(
         accelerator,

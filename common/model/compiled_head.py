@@ -5,7 +5,7 @@ from typing import Any
 
 from common.errors import say
 from common.memory import is_oom
-from common.model.fused_head import LogitTransform, apply_
+from common.model.logit_transform import LogitTransform, apply_
 import torch
 from torch import Tensor
 

@@ -28,8 +28,7 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Batch, Window
 from common.errors import UserError, say
-from common.memory import finest_dtype, to_device
-from common.model.attention import compute_dtype
+from common.memory import compute_dtype, finest_dtype, to_device
 import numpy as np
 import torch
 from torch import Tensor, nn

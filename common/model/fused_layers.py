@@ -25,9 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 import torch.nn.functional as F
-from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
 
@@ -35,6 +32,10 @@ WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation")
 def use_fused_layers(lm: nn.Module) -> None:
     """Replace the forward of all norms and MLPs of a language model that have one of the two forms, and of
     GELUs."""
+    from transformers.activations import SiLUActivation
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
     for module in lm.modules():
         if type(module).__name__ in WRITTEN_OUT:
             module.forward = partial(F.gelu, approximate="tanh")

@@ -16,6 +16,7 @@ neighbours, and with "dynamic" also later calls. Here each sequence gets the fre
 
 from collections.abc import Iterator, Sequence
 import contextlib
+import inspect
 import math
 from types import MethodType
 from typing import Any, NamedTuple
@@ -23,10 +24,13 @@ from typing import Any, NamedTuple
 from common.collators import Batch
 from common.memory import to_device
 from common.model.attention import FlatRow, Gather, first_occurrences, last_tokens, similar
-from common.model.flat_model import KEEPS_STATE, OWN_CACHE, names_in_code
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's
+# own cache, with the attribute in which RecurrentGemma's modules keep a state.
+KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
 
 class Call(NamedTuple):
@@ -55,6 +59,22 @@ class Hybrid:
     def longest_alike(self) -> float:
         """The length up to which all sequences have the same positions."""
         return min(map(_original_length, self.rotaries), default=math.inf)
+
+
+def names_in_code(cls: type) -> set[str]:
+    """The names of attributes and globals in the code of a class."""
+    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f)]
+    return {name for f in functions for name in f.__code__.co_names}
+
+
+def is_hybrid(lm: nn.Module) -> bool:
+    """Whether a layer carries a state along its input, or the positions depend on its length."""
+    if any(
+        names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}
+    ):
+        return True
+    kinds = [str(getattr(module, "rope_type", "")) for module in lm.modules()]
+    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
 
 
 @contextlib.contextmanager

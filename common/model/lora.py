@@ -17,18 +17,15 @@ from typing import TYPE_CHECKING, Any
 import warnings
 
 from common.args import CommonArgs
-from common.data.types import Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError
+from common.model.files import hub_errors
 from common.model.flat_model import FlatModel
-from common.model.load import file_config, first_of, grow_embedding, hub_errors, is_adapter, load_pretrained
-from common.model.save import CARD
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 # adapter names within a model: the trained one, and its frozen starting point
 TRAINED, START = "default", "start"
@@ -50,71 +47,6 @@ def adapter_config(adapter: str | Path, revision: str | None = None) -> "LoraCon
         kind = f"{config.peft_type} adapter ({config.task_type or 'of any model'})"
         raise UserError(f"{adapter} is a {kind}: only LoRA of causal language models is known here")
     return config
-
-
-def load_adapted(
-    args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device
-) -> FlatModel:
-    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter
-    trained further."""
-    name, start, revision = args.model_name_or_path, None, args.model_revision
-    base = name
-    if is_adapter(name, revision):
-        config, start = adapter_config(name, revision), name
-        base, revision = config.base_model_name_or_path, config.revision
-        settings = f"r {config.r}, alpha {config.lora_alpha}"
-        say(f"model: the adapter {name} is trained further, as it is ({settings}), on its base {base}")
-    model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
-    return add_lora(args, model, checkpoint, start=start, new_tokens=_new_tokens(args, tokenizer, name))
-
-
-def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
-    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat
-    template's markers."""
-    from transformers import AutoTokenizer
-
-    try:
-        options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
-        known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
-    # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
-    except Exception:
-        if is_adapter(name, args.model_revision):
-            return []
-        rows = file_config(args, name, args.model_revision).get_text_config().vocab_size
-        known = {token for token, i in tokenizer.get_vocab().items() if i < rows}
-    found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
-    if found:
-        say(f"LoRA: beside the adapter the rows of new tokens are trained: {first_of(sorted(found))}")
-    return sorted(found.values())
-
-
-def load_merged(
-    adapter: str, revision: str | None = None, base: str | None = None, **options: Any
-) -> "tuple[PreTrainedModel, PreTrainedConfig]":
-    """The model of an adapter merged into its base, and the config in the base's files. base: replaces the
-    one that the adapter names. options: of from_pretrained."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    peft, config = import_peft(f"the adapter {adapter}"), adapter_config(adapter, revision)
-    name, at = (base, None) if base else (config.base_model_name_or_path, config.revision)
-    trust = {"trust_remote_code": options.get("trust_remote_code", False)}
-    with hub_errors("model", name):
-        files = AutoConfig.from_pretrained(name, revision=at, **trust)
-    if getattr(files, "quantization_config", None) is not None:
-        other = f"python -m tools.merge_lora {adapter} OUT --base THE_MODEL"
-        raise UserError(
-            f"the base {name} is quantised: merge into the model that it was made of, in its own dtype: {other}"
-        )
-    with hub_errors("model", name):
-        lm = AutoModelForCausalLM.from_pretrained(name, revision=at, **options)
-    with contextlib.suppress(OSError, ValueError):  # there may be no tokenizer beside the adapter
-        grow_embedding(lm, len(AutoTokenizer.from_pretrained(adapter, revision=revision, **trust)))
-    adapted = peft.PeftModel.from_pretrained(lm, adapter, revision=revision)
-    check_mergeable(adapted)
-    lm = adapted.merge_and_unload().requires_grad_(True)
-    lm.config._name_or_path = adapter
-    say(f"model: the adapter {adapter}, merged into its base")
-    return lm, files
 
 
 def add_lora(
@@ -174,7 +106,6 @@ def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> No
     options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if only_rows else "auto"}
     lm.save_pretrained(folder, state_dict=weights, **options)
     lm.get_base_model().generation_config.save_pretrained(folder)
-    (folder / CARD).unlink(missing_ok=True)  # peft's says little, and contains the base's local path
 
 
 def check_mergeable(lm: nn.Module) -> None:

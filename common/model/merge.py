@@ -10,12 +10,13 @@ import warnings
 
 from accelerate import Accelerator
 from common.errors import UserError, say
-from common.extras import extra
-from common.model.lora import TRAINED, import_peft, load_merged
+from common.files import writing
+from common.model.files import dtype_of, hub_errors
 from common.model.flat_model import base_lm, is_quantised
-from common.model.load import dtype_of, hub_errors, make_savable
+from common.model.load import load_merged, make_savable
+from common.model.lora import TRAINED, import_peft
+from common.model.quantised import dequantised_layers
 from common.model.save import EXTRA, gather_weights, part_of, save_rounded
-from common.run.folder import writing
 import torch
 from torch import Tensor, nn
 
@@ -85,7 +86,7 @@ def policy_writer(
         if hasattr(lm, "peft_config"):
             every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
             if is_quantised(lm):
-                every |= extra("quantised").dequantised_layers(lm)
+                every |= dequantised_layers(lm)
             lm = _merged(lm, every)
             part = part_of(lm, lm.state_dict(), "")
         save_rounded(lm, folder, part, dtype and str(dtype).removeprefix("torch."))

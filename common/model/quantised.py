@@ -14,7 +14,7 @@ from typing import Any
 
 from common.args import CommonArgs
 from common.errors import UserError
-from common.model.attention import compute_dtype
+from common.memory import compute_dtype
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F

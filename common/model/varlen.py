@@ -4,8 +4,7 @@ higher."""
 from dataclasses import dataclass
 import inspect
 
-from common.memory import to_device
-from common.model.attention import HALF, capability, compute_dtype
+from common.memory import HALF, capability, compute_dtype, to_device
 import numpy as np
 import torch
 from torch import Tensor

@@ -19,10 +19,10 @@ from common.args import CommonArgs
 from common.collators import Batch, flat_batch
 from common.data.types import whole
 from common.errors import say
-from common.extras import extra
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model import fused_head
 from common.model.flat_model import FlatModel
+from common.model.optimizer import matrices
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def moments_bytes(model: nn.Module, optim: str) -> float:
     trained = [p for p in model.parameters() if p.requires_grad]
     if optim == "adamw_8bit":  # a byte each, and a scale per 256; small tensors in float32
         return sum(2 * p.numel() * (1 + 4 / 256 if p.numel() >= 4096 else 4) for p in trained)
-    once = {id(p) for p in extra("muon").matrices(model)} if optim == "muon" else set()
+    once = {id(p) for p in matrices(model)} if optim == "muon" else set()
     return float(sum((1 if id(p) in once else 2) * p.numel() * p.element_size() for p in trained))
 
 

@@ -6,10 +6,8 @@ import contextlib
 import functools
 
 from common.errors import say
-from common.run.parts.mfu import size_of_all_layers
-from common.memory import is_oom
-from common.model.attention import compute_dtype
-from common.sampling.generate import AT_ONCE
+from common.memory import compute_dtype, is_oom
+from common.model.flat_model import size_of_all_layers
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ Step = Callable[[Tensor], Tensor]
 
 def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
     """How many completions of up to `tokens` tokens, each with its prompt, to sample together: as many as
-    half of the free memory of the GPU holds with their logits, and at least as many as elsewhere."""
+    half of the free memory of the GPU holds with their logits."""
     config, weight = lm.config.get_text_config(), lm.get_input_embeddings().weight
     names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
     L, H, Hkv, Dh, D = (size_of_all_layers(config, name) for name in names)
@@ -30,7 +28,7 @@ def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
         - torch.cuda.memory_allocated()
     )
     # A draw takes logits, probabilities, and these in order with their places.
-    return max(AT_ONCE, free // 2 // (cache + 32 * config.vocab_size))
+    return free // 2 // (cache + 32 * config.vocab_size)
 
 
 class StepGraph:

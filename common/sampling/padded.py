@@ -1,8 +1,7 @@
-"""Models whose attention cannot be replaced, called on padded batches, and sampling from odd models.
+"""Sampling from models whose attention cannot be replaced, or whose layers keep a state.
 
-They are sampled from with transformers' cache, if attention cannot be replaced or layers keep a state;
-without any, every token from a pass over all previous ones, if that cache does not hold everything (slow, but
-right for any model).
+They are sampled from with transformers' cache; without any, every token from a pass over all previous ones, if
+that cache does not hold everything (slow, but right for any model).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +9,19 @@ import contextlib
 from functools import partial
 import inspect
 import sys
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from common.collators import Batch
-from common.errors import UserError
 from common.memory import to_device
-from common.model.attention import FLAT, first_occurrences
-from common.model.flat_model import OWN_CACHE, FlatModel, base_lm, body, is_sharded, names_in_code
+from common.model.flat_model import FlatModel, base_lm
+from common.model.hybrids import OWN_CACHE, names_in_code
 from common.model.lm_head import logits_of
-from common.sampling.generate import FlatDecoder, Way
-from common.sampling.kv_cache import CACHED
 import numpy as np
 import torch
 from torch import Tensor, nn
 import torch.nn.functional as F
-from transformers import Cache, DynamicCache
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 # Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
 PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
@@ -32,65 +29,11 @@ JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer",
 JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
 
-def call_padded(
-    model: FlatModel, batch: Batch, options: dict[str, Any]
-) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
-    """As FlatModel._call_flat, with the sequences as rows of a padded batch; of several, each of sequences of
-    equal length, where padding would change them.
-
-    Raises UserError for several with sharded weights, because processes then wait for each other in every
-    call.
-    """
-    ids, lengths, token_map = batch["input_ids"][0], np.array(batch["lengths"]), batch.get("token_map")
-    if token_map is not None:
-        ids = ids[to_device(token_map, ids.device)]
-    groups = [np.arange(len(lengths))]
-    if padding_matters(model):
-        groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
-    if len(groups) > 1 and is_sharded(model):
-        raise UserError(
-            f"{type(base_lm(model.lm)).__name__} is not padded: with sharded weights one sequence at a time"
-        )
-    sequences, starts, outputs, filled = ids.split(lengths.tolist()), lengths.cumsum() - lengths, [], 0
-    # of each token in the outputs; known here, a mask would be asked of the device
-    place = np.empty(len(ids), np.int64)
-    for group in groups:
-        padded = nn.utils.rnn.pad_sequence([sequences[s] for s in group], batch_first=True)
-        for row, s in enumerate(group):
-            place[starts[s] : starts[s] + lengths[s]] = filled + row * padded.shape[1] + np.arange(lengths[s])
-        filled += padded.numel()
-        real = torch.arange(padded.shape[1]) < torch.from_numpy(lengths[group])[:, None]
-        with model.calling(lengths[group].tolist()):
-            mask = real.long().to(ids.device)
-            outputs.append(body(model.lm)(input_ids=padded, attention_mask=mask, **options))
-    order = to_device(place if token_map is None else place[first_occurrences(token_map)], ids.device)
-    return outputs, lambda parts: torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])[order]
-
-
-def padding_matters(model: FlatModel) -> bool:
-    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA): ties among these
-    scores, which are often 0, are broken by the number of keys."""
-    return any(name.startswith("index_topk") for name in vars(model.config.get_text_config()))
-
-
-def way_to_sample(model: FlatModel, longest: int) -> Way:
-    """How `sample` completes prompts with this model."""
-    lm, inner = model.lm, base_lm(model.lm)
-    # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
-    if cache_name(model) is None or (model.hybrid and longest > model.hybrid.longest_alike):
-        return Way(partial(WholeDecoder, model), FLAT)
-    if not model.padded and not _mixers(model):
-        return Way(partial(FlatDecoder, lm), CACHED)
-    # Positions may be counted with the padding (Llama 4), or entries be selected and compressed.
-    equal_lengths = model.padded or any(
-        type(layer).__name__ not in JOINABLE for layer in _new_cache(inner).layers
-    )
-    return Way(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
-
-
 def cache_name(model: FlatModel) -> str | None:
     """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
-    lm, mixers = base_lm(model.lm), _mixers(model)
+    from transformers import Cache, DynamicCache
+
+    lm, mixers = base_lm(model.lm), mixers_of(model)
     own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
     if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
         return None  # the layers keep their state elsewhere
@@ -100,12 +43,20 @@ def cache_name(model: FlatModel) -> str | None:
     return None
 
 
-def _mixers(model: FlatModel) -> list[nn.Module]:
+def mixers_of(model: FlatModel) -> list[nn.Module]:
     return model.hybrid.mixers if model.hybrid else []
 
 
-def _new_cache(lm: nn.Module) -> DynamicCache:
+def _new_cache(lm: nn.Module) -> "DynamicCache":
+    from transformers import DynamicCache
+
     return DynamicCache(config=lm.config.get_text_config())
+
+
+def caches_join(lm: nn.Module) -> bool:
+    """Whether the caches of prompts of different lengths can be joined. Elsewhere positions may be counted with the
+    padding (Llama 4), or entries be selected and compressed."""
+    return all(type(layer).__name__ in JOINABLE for layer in _new_cache(lm).layers)
 
 
 @contextlib.contextmanager
@@ -116,7 +67,7 @@ def steps_as_trained(model: FlatModel) -> Iterator[None]:
     state (Nemotron-H, Zamba2: at least time_step_min).
     """
     with contextlib.ExitStack() as stack:
-        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in _mixers(model)}
+        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in mixers_of(model)}
         for cls, limit in limits.items():
             code = sys.modules[cls.__module__]
             for name in [name for name in vars(code) if limit and name.endswith("selective_state_update")]:
@@ -154,7 +105,7 @@ class PaddedDecoder:
         self.accepted = inspect.signature(inner.forward).parameters
         self.cache_name = cache_name(model)
 
-    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: DynamicCache) -> Tensor:
+    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "DynamicCache") -> Tensor:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
         optional = {"position_ids": position_ids, "logits_to_keep": 1}
         optional = {name: value for name, value in optional.items() if name in self.accepted}
@@ -197,7 +148,7 @@ class PaddedDecoder:
         return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
 
 
-def _joined(caches: list[DynamicCache], length: int) -> DynamicCache:
+def _joined(caches: "list[DynamicCache]", length: int) -> "DynamicCache":
     """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of
     the last one.
 

@@ -29,10 +29,10 @@ import uuid
 from accelerate import Accelerator
 from common.collators import Window
 from common.errors import OutsideError, UserError, quoted, say
-from common.model.merge import policy_writer
+from common.files import writing
 from common.model.flat_model import base_lm
+from common.model.merge import policy_writer
 from common.processes import on_each_process, on_main_process
-from common.run.folder import writing
 from common.sampling.generate import Sampled
 import numpy as np
 import torch
@@ -134,10 +134,9 @@ class RolloutServers:
             raise UserError(
                 "--rollout_server: with --top_k or --top_p vLLM has no log-probabilities at this --temperature"
             )
-        self.start = f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {lm.config._name_or_path or 'MODEL'} --host 127.0.0.1"
-        self.start += (
-            f" --port 8000 --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
-        )
+        name = lm.config._name_or_path or "MODEL"
+        self.start = f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000"
+        self.start += f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.failed: dict[str, str] = {}  # {url: why} of those that are left out, until the next push
         self.background, self.running = ThreadPoolExecutor(1), []  # one rollout after another

@@ -7,11 +7,12 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Window, flat_batch
 from common.errors import UserError
+from common.model.create import create_model, llama_config
 from common.model.experts import Experts, add_experts, routing_size
-from common.run.parts.mfu import flops_per_token
 from common.model.flat_model import count_parameters
-from common.model.load import create_model, enable_gradient_checkpointing, llama_config
+from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
+from common.run.parts.mfu import flops_per_token
 import numpy as np
 import pytest
 import torch

@@ -4,10 +4,10 @@ import copy
 
 from common.args import CommonArgs
 from common.collators import flat_batch, split_row
-from common.model.lora import add_lora
 from common.model.flat_model import base_lm
 from common.model.lm_head import logits_of
 from common.model.load import enable_gradient_checkpointing
+from common.model.lora import add_lora
 from common.model.wrap import wrap
 import pytest
 import torch

@@ -6,10 +6,10 @@ import json
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
-from common.model.lora import add_lora
-from common.model.quantised import check_quantisation, dequantised
 from common.model.flat_model import FlatModel, count_parameters, is_quantised
 from common.model.load import load_pretrained
+from common.model.lora import add_lora
+from common.model.quantised import check_quantisation, dequantised
 from common.model.wrap import wrap
 import numpy as np
 import pytest

@@ -8,10 +8,10 @@ import sys
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.types import whole
-from common.run.dry_run import estimate, nbytes
-from common.model.lora import add_lora
 from common.model.load import enable_gradient_checkpointing
+from common.model.lora import add_lora
 from common.model.wrap import wrap
+from common.run.dry_run import estimate, nbytes
 import numpy as np
 import pytest
 import torch
@@ -39,7 +39,7 @@ from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data.types import whole
 from common.memory import memory
-from common.model.load import create_model
+from common.model.create import create_model
 from common.model.load import enable_gradient_checkpointing, load_pretrained
 from common.model.optimizer import make_optimizer
 from common.run.dry_run import estimate

@@ -9,8 +9,8 @@ import itertools
 from types import SimpleNamespace
 import weakref
 
-from common.sampling.cuda_graph import StepGraph, shared
 from common.model.wrap import wrap
+from common.sampling.cuda_graph import StepGraph, shared
 from common.sampling.generate import FlatDecoder, generating
 import numpy as np
 import pytest

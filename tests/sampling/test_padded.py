@@ -4,9 +4,10 @@ import copy
 
 from common.collators import flat_batch
 from common.errors import UserError
-from common.sampling.padded import WholeDecoder, way_to_sample
 from common.model.wrap import wrap
 from common.sampling import sample
+from common.sampling.generate import way_to_sample
+from common.sampling.padded import WholeDecoder
 import numpy as np
 import pytest
 import torch

@@ -10,10 +10,10 @@ import re
 
 from common.args import CommonArgs
 from common.errors import UserError, quoted, say
-from common.run.parts.report import points_of
 from common.files import replace_text
 from common.model.save import CARD
 from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
+from common.run.parts.report import points_of
 
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
 METRICS = re.compile(

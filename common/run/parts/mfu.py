@@ -4,13 +4,12 @@ import re
 
 from accelerate import Accelerator
 from common.collators import Windows
-from common.extras import extra
-from common.model.flat_model import FlatModel, base_lm, routes_tokens, sizes
+from common.model.experts import idle_parameters
+from common.model.flat_model import FlatModel, base_lm, routes_tokens, size_of_all_layers, sizes
 from common.model.lm_head import weight_of
 from common.sampling import RolloutSchedule
 import numpy as np
 import torch
-from transformers import PreTrainedConfig
 
 # Dense bfloat16 operations per second (T4, V100: float16) from the data sheets, matched by words of the
 # device name.
@@ -77,19 +76,10 @@ def flops_per_token(model: FlatModel, T: float) -> float:
     tied = embedding is weight_of(base_lm(model.lm).get_output_embeddings())
     N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
     if routes_tokens(model.lm):
-        N -= extra("experts").idle_parameters(base_lm(model.lm))
+        N -= idle_parameters(base_lm(model.lm))
     heads, head_dim, hidden, layers = (
         size_of_all_layers(config, name)
         for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
     )
     width = heads * (head_dim or hidden // max(heads, 1))  # a state-space model has no heads
     return 6.0 * N + 6.0 * layers * width * T
-
-
-def size_of_all_layers(config: PreTrainedConfig, name: str) -> int:
-    """A size in a configuration, or 0 if it is missing or differs between layers (Gemma 4)."""
-    try:
-        value = getattr(config, name, 0)
-    except Exception:  # its own exception class, for a size that differs between layers
-        return 0
-    return value if isinstance(value, int) else 0

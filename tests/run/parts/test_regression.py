@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.evaluate import Completed
+from common.run.metrics import Metrics
 from common.run.parts import regression as suites
 from common.run.parts.regression import ALL, CHECKS, Case, Regression, Suite, compare, outcome
-from common.run.metrics import Metrics
 import pytest
 from safetensors.torch import load_file
 import torch

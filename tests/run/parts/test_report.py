@@ -7,8 +7,8 @@ import random
 import re
 import signal
 
-from common.run.parts.report import describe_run, embedded, page, thinned
 from common.run.folder import lock as take_lock
+from common.run.parts.report import describe_run, embedded, page, thinned
 import numpy as np
 import pytest
 
