@@ -25,9 +25,9 @@ from common.args import CommonArgs, arg
 from common.collators import Window, Windows
 from common.command_line import launch
 from common.data import Row, Tokenizer, as_text, chunk, load_data, pack
+from common.data.tokenizer import train_tokenizer
 from common.errors import UserError
 from common.evaluate import bytes_per_token, complete_prompts, evaluate_nll, load_eval_prompts
-from common.extras import extra
 from common.model import (
     llama_config,
     load_config,
@@ -144,9 +144,7 @@ def main(args: Args) -> None:
     if tokenizer_source:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
-        tokenizer = extra("tokenizer").train_tokenizer(
-            args, accelerator, args.vocab_size, args.dataset_text_field
-        )
+        tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
     field = args.dataset_text_field
     train, held_out = load_data(args, accelerator, encode, tokenizer)
     prompts = load_eval_prompts(

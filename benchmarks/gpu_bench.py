@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from common.args import CommonArgs  # noqa: E402
 from common.data import Example, Sequence, whole  # noqa: E402
-from common.extras.mfu import peak_flops  # noqa: E402
 from common.memory import empty_caches  # noqa: E402
 from common.model import make_optimizer  # noqa: E402
+from common.run.parts.mfu import peak_flops  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402

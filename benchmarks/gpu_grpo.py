@@ -11,11 +11,10 @@ from gpu_bench import Bench, Row, optimizer_of, padded_logps, prompts_of, some_s
 
 from common.collators import flat_batch  # isort: skip
 from common.data import Sequence
-from common.extras import cuda_graph
 from common.losses import grpo_loss, segment_ids
 from common.model import FlatModel
 from common.model.wrap import wrap
-from common.sampling import sample
+from common.sampling import cuda_graph, sample
 import numpy as np
 import torch
 import transformers

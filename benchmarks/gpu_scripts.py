@@ -49,7 +49,7 @@ VARIANTS = {
 
 def tests(bench: Bench) -> None:
     """What they print is in gpu_tests.log, also when their time is over."""
-    files = "tests/model/test_attention.py tests/model/test_lm_head.py tests/extras/test_cuda_graph.py"
+    files = "tests/model/test_attention.py tests/model/test_lm_head.py tests/sampling/test_cuda_graph.py"
     words = f"-m pytest -v -o addopts= -m gpu {files}" + " --collect-only" * (not bench.cuda)
     file = bench.file.with_name("gpu_tests.log")
     with bench.side("tests", "pytest -m gpu") as row:

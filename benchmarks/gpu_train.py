@@ -14,12 +14,12 @@ from gpu_bench import Bench, Row, chats, labels_of, optimizer_of, pad, padded_lo
 
 from common.collators import flat_batch  # isort: skip
 from common.data import Example, Sequence, whole
-from common.extras.mfu import flops_per_token
 from common.losses import dpo_loss, segment_sum
 from common.memory import empty_caches, is_oom
 from common.model import FlatModel
 from common.model.load import compile_layers, enable_gradient_checkpointing
 from common.model.wrap import wrap
+from common.run.parts.mfu import flops_per_token
 import numpy as np
 import torch
 

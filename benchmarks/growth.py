@@ -29,9 +29,9 @@ sys.path.insert(0, str(ROOT))
 from common.args import CommonArgs  # noqa: E402
 from common.collators import flat_batch  # noqa: E402
 from common.data import whole  # noqa: E402
-from common.extras.dry_run import Live, nbytes  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
 from common.model import FlatModel, create_model, make_optimizer  # noqa: E402
+from common.run.dry_run import Live, nbytes  # noqa: E402
 from common.sampling import sample  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.data import whole
-from common.extras.dry_run import GIB, estimate, nbytes
 from common.model import make_optimizer
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
+from common.run.dry_run import GIB, estimate, nbytes
 import numpy as np
 from peft import LoraConfig, get_peft_model
 import torch

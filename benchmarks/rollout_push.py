@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.extras.lora import add_lora
-from common.extras.vllm import RolloutServers
 from common.model import create_model
+from common.model.lora import add_lora
+from common.sampling.vllm import RolloutServers
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 

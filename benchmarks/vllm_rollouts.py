@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accelerate import Accelerator
-from common.extras.vllm import RolloutServers, ask
 from common.model.wrap import wrap
 from common.sampling import sample
+from common.sampling.vllm import RolloutServers, ask
 import psutil
 import torch
 from transformers import AutoModelForCausalLM

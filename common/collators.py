@@ -17,9 +17,9 @@ from common.args import CommonArgs
 from common.data.encode import check_sequence, layout_of
 from common.data.order import Shuffled
 from common.data.sharing import shared_starts
+from common.data.token_budget import Budget
 from common.data.types import Example, Sequence
 from common.errors import UserError
-from common.extras import extra
 from common.memory import SHARDED, empty_caches, is_oom, to_device
 import numpy as np
 import torch
@@ -285,9 +285,7 @@ class Windows:
             self.end = None if max_tokens else args.max_steps * self.size
         # for a stream resumed with another number of processes, which continues at its position
         self._shift = 0
-        self._budget = (
-            extra("token_budget").Budget(train, self._parts, max_tokens, self.end) if max_tokens else None
-        )
+        self._budget = Budget(train, self._parts, max_tokens, self.end) if max_tokens else None
 
     def __len__(self) -> int:
         if self.max_steps > 0:

@@ -18,7 +18,6 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from common.args import CommonArgs, declared, defaults, first_definition, is_within
 from common.errors import UserError, last_words, quoted, say, show_and_exit
-from common.extras import extra
 from common.memory import is_oom
 import yaml
 
@@ -27,6 +26,7 @@ Values = dict[str, Any]  # by the names of arguments
 types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
+OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # {what to write here: the flags of other tools}
 # said by gloo and NCCL
 GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 # What users of transformers and TRL write for a choice: what it is called here.
@@ -269,7 +269,8 @@ def _unknown(word: str, args_class: type[CommonArgs]) -> str:
     known = defaults(args_class)
     if name.removeprefix("no_") in known:
         return f"unknown flag {word}: write --{name.removeprefix('no_')} false"
-    if here := extra("other_names").said_here(name):
-        return f"unknown flag {word}; here: {here}"
+    for here, names in yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")).items():
+        if name in names.split():
+            return f"unknown flag {word}; here: {here}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f"unknown flag {word}: " + (f"did you mean --{near[0]}?" if near else "see --help")

@@ -1,6 +1,9 @@
-"""Files: hashed, flushed to disk, replaced whole; what a finished folder holds; and which code is loaded."""
+"""Files: hashed, flushed to disk, replaced whole, read line by line; what a finished folder holds; and which code
+is loaded."""
 
+from collections.abc import Iterator
 import contextlib
+import gzip
 import hashlib
 import json
 import os
@@ -8,6 +11,8 @@ from pathlib import Path
 import shutil
 import sys
 import sysconfig
+
+from common.errors import UserError, is_of_the_disk
 
 
 def file_hash(path: Path) -> str:
@@ -33,6 +38,19 @@ def replace_text(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Wraps writes that a run cannot do without. Raises UserError if the disk refuses them."""
+    try:
+        yield
+    except Exception as error:
+        if not is_of_the_disk(error):
+            raise
+        raise UserError(
+            f"{folder} cannot be written ({error}); once it can be, the same command goes on"
+        ) from None
 
 
 def write_manifest(folder: Path) -> None:
@@ -62,6 +80,18 @@ def find_damage(folder: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"manifest.json cannot be read ({type(error).__name__})"
     return None
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The number and text of each line, decompressed."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                # a byte order mark at the start
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                hint = "convert the file, Chinese text for example by iconv -f GB18030 -t UTF-8"
+                raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; {hint}") from None
 
 
 def loaded_code(script: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 GIB = 2**30
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)  # each process holds a part of the weights
 CONTAINER = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+HALF = (torch.bfloat16, torch.float16)  # what the fast kernels of a GPU compute in
 WITHOUT_FLOAT64 = ("mps",)
 # Messages of out-of-memory errors without their own exception class: CUDA and its libraries, MPS, the CPU's
 # allocators.
@@ -126,3 +127,13 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a matrix product of x is computed in."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

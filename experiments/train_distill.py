@@ -32,13 +32,13 @@ from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_chat, as_prompt, load_prompts, tokenize_chat, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
-from common.extras import extra
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.lm_head import logits_of
 from common.model.reference import Reference, load_frozen
 from common.processes import Accelerator, gather_lists
 from common.run import Run
 from common.sampling import RolloutSchedule, Sampled, sample
+from common.sampling.vllm import RolloutServers
 import numpy as np
 import torch
 
@@ -292,7 +292,7 @@ def main(args: Args) -> None:
     # prompts, keys -> completions
     draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
-        servers = extra("vllm").RolloutServers(
+        servers = RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         draw = servers.sample

@@ -43,7 +43,6 @@ from common.data import (
 )
 from common.errors import say
 from common.evaluate import complete_prompts, load_eval_prompts
-from common.extras import extra
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.flat_model import check_positions
 from common.model.lm_head import logits_of
@@ -51,6 +50,7 @@ from common.model.reference import Reference, load_frozen
 from common.processes import Accelerator, gather_lists
 from common.run import Run
 from common.sampling import RolloutSchedule, Sampled, sample
+from common.sampling.vllm import RolloutServers
 import numpy as np
 import torch
 
@@ -296,7 +296,7 @@ def main(args: Args) -> None:
     # prompts, keys -> completions
     draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
-        servers = extra("vllm").RolloutServers(
+        servers = RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         draw = servers.sample

@@ -55,7 +55,6 @@ from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, tokeniz
 from common.data.chat import end_of_turn
 from common.errors import UserError, quoted, say
 from common.evaluate import load_eval_prompts, summarise
-from common.extras import extra
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
@@ -63,6 +62,7 @@ from common.processes import Accelerator, TimeLimitReached, gather_lists
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
 from common.sampling.rewards import call, from_file, must
+from common.sampling.vllm import RolloutServers
 import numpy as np
 import torch
 
@@ -486,7 +486,7 @@ def main(args: Args) -> None:
     # prompts, keys -> completions
     draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
     if args.rollout_server:  # vLLM servers draw, with the weights of each step
-        servers = extra("vllm").RolloutServers(
+        servers = RolloutServers(
             args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
         )
         draw = servers.sample

@@ -1,5 +1,5 @@
-"""The house stays light: what imports what, how long things are, that every flag is read, that scripts read
-the same."""
+"""The house stays plain: what imports what, how much there is and how dense, that every flag is read, that scripts
+read the same."""
 
 import ast
 import dataclasses
@@ -8,24 +8,24 @@ import importlib
 import io
 from pathlib import Path
 import re
+import sys
 import tokenize
+from typing import NamedTuple
 
 from common.args import CommonArgs
-from common.extras import EXTRAS
 import pytest
 
-from tests.conftest import EXPERIMENTS, ROOT
+from tests.conftest import EXPERIMENTS, ROOT, run_script
 
 FOUR = ["train_pretrain", "train_sft", "train_dpo", "train_grpo"]
 SCRIPTS = [*FOUR, *(f"experiments.train_{name}" for name in EXPERIMENTS)]
 COMMON = ROOT / "common"
+PAGE = COMMON / "run" / "parts" / "page"  # of report.html
 MODULES = sorted(COMMON.rglob("*.py"))
-CORE = [path for path in MODULES if path.parent.name != "extras"]
 SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
-# From the ground up: a module imports what stands below it, and modules of its own wing. `extras` may import
-# all.
+# From the ground up: a module imports what stands below it, and modules of its own wing.
 FLOORS = [
-    {"errors", "losses", "extras"},  # of extras only the table, whose modules are loaded by name
+    {"errors", "losses"},
     {"files", "memory", "processes"},
     {"args"},
     {"command_line"},
@@ -36,19 +36,54 @@ FLOORS = [
     {"evaluate"},
     {"run"},
 ]
-# Code lines: without comments, docstrings and blank lines.
-LONGEST = 320  # of a module
-LIGHT = {"common without extras": (6_000, 48), "common": (8_759, 77), "tests": (14_000, 118)}
-SCRIPT_LINES = {
-    "train_grpo": 240,
-    "experiments.train_grpo_ahead": 300,
-    "experiments.train_dynamic_sampling": 260,
-    "experiments.train_online_dpo": 270,
-    "experiments.train_tools": 420,
-    "experiments.train_ppo": 300,
-    "experiments.train_distill": 300,
-    "experiments.train_self_distill": 300,
+# Slow to import, or optional: in functions only.
+SLOW = {
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "huggingface_hub",
+    "pandas",
+    "peft",
+    "pyarrow",
+    "tokenizers",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
 }
+IN_FUNCTIONS = {
+    "common.model.varlen"
+}  # stands on a kernel whose import takes a second, and is imported so itself
+
+
+# --- the measures -------------------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """The most that is allowed. A formatter changes none of it: comments, docstrings and blank lines do not count,
+    and a statement is one logical line."""
+
+    tokens: int  # of code
+    per_statement: float  # tokens
+    comprehensions: float  # per 1,000 tokens
+    nested: float  # of these, per 1,000 tokens: with another inside, or several `for`
+    densest: float  # tokens a statement of any file with at least 50 statements
+
+
+LIMITS = {
+    "common": Limits(101_500, 12.9, 6.5, 0.7, 17.2),
+    "tests": Limits(179_000, 15.3, 7.3, 0.8, 39.4),
+    "tools": Limits(5_800, 11.2, 8.1, 1.4, 14.9),
+    "experiments": Limits(32_800, 13.6, 5.7, 0.7, 15.1),
+    "benchmarks": Limits(60_000, 15.0, 8.0, 1.1, 20.0),
+    "train_pretrain.py": Limits(1_320, 12.2, 0.0, 0.0, 12.2),
+    "train_sft.py": Limits(800, 10.6, 0.0, 0.0, 10.6),
+    "train_dpo.py": Limits(1_350, 13.3, 0.0, 0.0, 13.3),
+    "train_grpo.py": Limits(2_620, 14.3, 6.2, 0.8, 14.3),
+}
+PAGE_LINES = 2_000  # of JavaScript, style and HTML
 
 
 def path_of(script: str) -> Path:
@@ -95,33 +130,55 @@ def floor_of(module: str) -> int:
     return next(i for i, floor in enumerate(FLOORS) if wing[0] in floor) if wing else -1
 
 
+class Count(NamedTuple):
+    """What there is in a file."""
+
+    tokens: int
+    statements: int
+    comprehensions: int
+    nested: int
+
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+HAS_DOCSTRING = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
 @functools.cache
-def code_lines(path: Path) -> int:
-    """Lines without comments, docstrings and blank lines."""
-    text, lines = path.read_text(), set()
+def count(path: Path) -> Count:
+    text = path.read_text(encoding="utf-8")
+    nodes = list(ast.walk(ast.parse(text)))
+    docstring_lines = set()
+    for node in nodes:
+        if isinstance(node, HAS_DOCSTRING) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            docstring_lines.update(range(docstring.lineno, docstring.end_lineno + 1))
+    tokens = statements = 0
+    in_statement = 0  # tokens of the statement that is being read
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.string.strip() and token.type != tokenize.COMMENT:
-            lines |= set(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(lines)
+        if token.type == tokenize.NEWLINE:  # the end of a statement, or of a docstring
+            tokens += in_statement
+            statements += in_statement > 0
+            in_statement = 0
+        elif token.type not in NO_CODE and token.start[0] not in docstring_lines:
+            in_statement += 1
+    comprehensions = nested = 0
+    for node in nodes:
+        if isinstance(node, COMPREHENSION):
+            inside = [other for other in ast.walk(node) if isinstance(other, COMPREHENSION)]
+            comprehensions += 1
+            nested += len(inside) > 1 or len(node.generators) > 1
+    return Count(tokens, statements, comprehensions, nested)
 
 
 # --- what imports what --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", CORE, ids=name_of)
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_imports_go_down(path):
     name = name_of(path)
     for module in filter(is_ours, imports_of(path)):
         assert module in NAMES, f"{name} imports {module}: a script, or nothing"
-        assert not module.startswith("common.extras."), (
-            f"{name} imports {module}: extra(...) loads it, in a function"
-        )
         same_wing = name.split(".")[:2] == module.split(".")[:2]
         assert floor_of(module) < floor_of(name) or same_wing, (
             f"{name} imports {module}, which stands above it"
@@ -138,17 +195,14 @@ def test_no_circle_and_nothing_below_the_ground():
     assert not any(map(is_ours, imports_of(COMMON / "errors.py") | imports_of(COMMON / "__init__.py")))
 
 
-def test_the_table_of_extras_is_complete():
-    there = {path.stem for path in (COMMON / "extras").glob("[!_]*.py")}
-    assert there == EXTRAS.keys()
-    code = "".join(
-        path.read_text() for path in [*MODULES, *map(path_of, SCRIPTS), *(ROOT / "tools").glob("*.py")]
-    )
-    for name, asked_by in EXTRAS.items():
-        assert f'extra("{name}")' in code or f"common.extras.{name}" in code, f"{name}: nothing loads it"
-        assert set(re.findall(r"--(\w+)", asked_by)) <= {
-            f.name for script in FOUR for f in fields_of(script)
-        }, asked_by
+def test_importing_common_imports_nothing_slow():
+    """So that --help and a mistake are answered at once: what is slow, or may be missing, is imported in functions."""
+    assert IN_FUNCTIONS < NAMES
+    modules = sorted(NAMES - IN_FUNCTIONS)
+    code = f"import importlib, sys\nfor name in {modules}:\n    importlib.import_module(name)\nprint(*sys.modules)"
+    run = run_script([sys.executable, "-c", code])
+    assert run.returncode == 0, run.stderr
+    assert not set(run.stdout.split()) & (SLOW | IN_FUNCTIONS)
 
 
 def test_every_imported_name_of_ours_exists():
@@ -167,24 +221,32 @@ def test_every_imported_name_of_ours_exists():
                     assert there, f"{path.relative_to(ROOT)} imports {name.name} from {node.module}"
 
 
-# --- how long things are ------------------------------------------------------------------------------------
+# --- how much there is, and how dense -----------------------------------------------------------------------
 
 
-def test_the_house_is_light():
-    parts = {
-        "common without extras": CORE,
-        "common": MODULES,
-        "tests": sorted((ROOT / "tests").rglob("*.py")),
-    }
-    for part, (lines, files) in LIGHT.items():
-        found = sum(map(code_lines, parts[part]))
-        assert found <= lines and len(parts[part]) <= files, (
-            f"{part}: {found} lines in {len(parts[part])} files"
+@pytest.mark.parametrize("part", LIMITS)
+def test_the_code_is_plain(part):
+    paths = sorted((ROOT / part).rglob("*.py")) or [ROOT / part]
+    counts = {path: count(path) for path in paths}
+    tokens, statements, comprehensions, nested = map(sum, zip(*counts.values(), strict=True))
+    dense = {path: one.tokens / one.statements for path, one in counts.items() if one.statements >= 50}
+    found = Limits(
+        tokens,
+        tokens / statements,
+        1000 * comprehensions / tokens,
+        1000 * nested / tokens,
+        max(dense.values()),
+    )
+    for name, most in LIMITS[part]._asdict().items():
+        value = getattr(found, name)
+        assert value <= most, (
+            f"{part}: {name} {value:.4g}, at most {most}; densest: {max(dense, key=dense.get)}"
         )
-    for path in MODULES:
-        assert code_lines(path) <= LONGEST, path
-    for script in SCRIPTS:
-        assert code_lines(path_of(script)) <= SCRIPT_LINES.get(script, 160), script
+
+
+def test_the_page_of_a_report_is_short():
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in PAGE.iterdir())
+    assert lines <= PAGE_LINES
 
 
 # --- flags --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ REQUIREMENTS = ROOT / "requirements-oldest.txt"
 NO_INDEX = "No matching distribution|Could not find a version|Connection|Temporary failure in name resolution|Max retries"
 CORE = """
 tests/data/test_tokens.py tests/data/test_formats.py tests/test_losses.py tests/test_collators.py
-tests/model/test_attention.py tests/model/test_lm_head.py tests/model/test_lora.py tests/model/test_optimizer.py tests/extras/test_experts.py
+tests/model/test_attention.py tests/model/test_lm_head.py tests/model/test_lora.py tests/model/test_optimizer.py tests/model/test_experts.py
 tests/sampling/test_generate.py tests/run/test_checkpoint.py tests/run/test_configs.py
 """.split()
 STAGES = ("pretrain", "sft", "dpo", "grpo")

@@ -28,9 +28,10 @@ from common.data.chat import set_defaults
 from common.data.tokens import tokenize_prompt
 from common.data.types import BadRow
 from common.errors import UserError, printable
-from common.extras.lora import import_peft
 from common.memory import is_oom
-from common.model.load import check_weights, hub_errors
+from common.model.files import hub_errors
+from common.model.load import check_weights
+from common.model.lora import import_peft
 import torch
 
 from tools import as_command

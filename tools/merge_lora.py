@@ -6,7 +6,7 @@ peft. The merged folder contains the adapter's tokenizer, generation_config.json
 
 import argparse
 
-from common.extras.merge import merge_adapter
+from common.model.merge import merge_adapter
 
 from tools import as_command
 

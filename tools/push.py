@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from common.errors import UserError
-from common.extras.hub import check_repo, push
+from common.run.parts.hub import check_repo, push
 
 from tools import as_command
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.errors import UserError, printable, say
-from common.extras.regression import ALL, ALPHA, Cases, Change, Outcome, Suite, compare
 from common.model import load_model, load_tokenizer
 from common.processes import Accelerator
+from common.run.parts.regression import ALL, ALPHA, Cases, Change, Outcome, Suite, compare
 import torch
 
 from tools import as_command

@@ -16,8 +16,9 @@ import statistics
 from typing import Any
 
 from common.errors import UserError, say
-from common.extras.regression import fall_p_value, wilson
-from common.extras.report import (
+from common.run.folder import read_args, read_json
+from common.run.parts.regression import fall_p_value, wilson
+from common.run.parts.report import (
     Row,
     asked,
     describe_run,
@@ -31,7 +32,6 @@ from common.extras.report import (
     state_of,
     write_page,
 )
-from common.run.folder import read_args, read_json
 
 from tools import as_command
 

@@ -215,7 +215,7 @@ def digest(parts: list[Any]) -> str:
 def versions() -> list[str]:
     """Of the code that reads and tokenises: this folder's and the libraries'."""
     here = Path(__file__).parent
-    ours = [file_hash(path) for path in [*sorted(here.glob("*.py")), here.parent / "extras" / "tables.py"]]
+    ours = [file_hash(path) for path in sorted(here.glob("*.py"))]
     return [*ours, version("transformers"), version("tokenizers")]
 
 

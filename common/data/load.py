@@ -9,8 +9,8 @@ from common.data.encode import Encode, convert, number_in
 from common.data.examples import Examples
 from common.data.order import Order, Shuffled
 from common.data.sources import Source, find_sources, read_rows
+from common.data.stream import Stream, check_stream
 from common.data.types import Row, Tokenizer
-from common.extras import extra
 import numpy as np
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ def load_data(
 
     encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a
     document; may raise BadRow. Any field that it adds to a sequence reaches the batch. Called on every
-    process. With dataset_streaming the training data is a Stream (common/extras/stream.py), with the same
+    process. With dataset_streaming the training data is a Stream (stream.py), with the same
     methods.
     """
     if args.dataset_streaming:
-        extra("stream").check(args)
+        check_stream(args)
     sources, held_out_sources = find_sources(args)
     job = make_job(accelerator, encode, tokenizer, args)
     if args.dataset_streaming:
-        train = extra("stream").Stream(sources, job, args.seed)
+        train = Stream(sources, job, args.seed)
     else:
         data = tokenize(accelerator, sources, job._replace(column=args.curriculum_column))
         train = Shuffled(data, make_order(args, sources, data))

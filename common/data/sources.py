@@ -1,13 +1,12 @@
 """Sources: which ones the arguments name, the rows of each, read lazily, and which of them are selected.
 
 A source is read row by row in bounded memory (only a .json array is loaded whole), and reading can continue
-from any row. Tables are read by common/extras/tables.py. formats.py interprets the columns.
+from any row. Tables are read by tables.py. formats.py interprets the columns.
 """
 
 from collections.abc import Iterator
 import dataclasses
 from dataclasses import dataclass
-import gzip
 import hashlib
 import itertools
 import json
@@ -18,9 +17,10 @@ import re
 from typing import Any
 
 from common.args import CommonArgs
+from common.data.tables import load_table, read_dataset, read_table
 from common.data.types import Row, without_nulls
 from common.errors import UserError
-from common.extras import extra
+from common.files import lines
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 # Other names of splits, as the datasets library knows them; and words in the names of files that are held
@@ -135,7 +135,7 @@ def identity(source: Source) -> dict[str, Any]:
     }
     files = files_of(source)
     if files is None:
-        table = extra("tables").load_table(source)
+        table = load_table(source)
         # streamed from the Hub it has none
         return found | {"fingerprint": getattr(table, "_fingerprint", None)}
     return found | {"files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]}
@@ -207,7 +207,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         return
     for file in range(first, 1 if files is None else len(files)):
         if files is None:
-            rows = extra("tables").read_dataset(source, at)
+            rows = read_dataset(source, at)
         else:
             rows = itertools.islice(read_file(files[file]), at, None)
         for number, row in enumerate(rows, at + 1):
@@ -286,7 +286,7 @@ def _has_split(source: Source) -> bool:
         return False
     files = files_of(source)
     if files is None:
-        return extra("tables").load_table(source, optional=True) is not None
+        return load_table(source, optional=True) is not None
     return bool(files)
 
 
@@ -316,7 +316,7 @@ def read_file(path: Path) -> Iterator[Row]:
         elif suffix in (".json", ".jsonl"):
             yield from _read_json_array(path) if _starts_a_list(path) else _read_json_lines(path)
         elif suffix in SUFFIXES:
-            yield from extra("tables").read_table(path, suffix)
+            yield from read_table(path, suffix)
         else:
             raise UserError(f"{path}: unknown kind of file; expected {', '.join(SUFFIXES)}")
     except Exception as error:  # of the system, a decompressor, pyarrow
@@ -365,15 +365,3 @@ def _read_paragraphs(path: Path) -> Iterator[Row]:
         if block and (not text.strip() or size >= MAX_BLOCK):
             yield Row({"text": "\n".join(block)}, where)
             block, size = [], 0
-
-
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The number and text of each line, decompressed."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                # a byte order mark at the start
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                hint = "convert the file, Chinese text for example by iconv -f GB18030 -t UTF-8"
-                raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; {hint}") from None

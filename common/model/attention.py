@@ -19,15 +19,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from common.extras import extra
-from common.memory import to_device
+from common.memory import HALF, capability, compute_dtype, to_device
 import numpy as np
 import torch
 from torch import Tensor
 import torch.nn.functional as F
 
 FLAT = "flat"
-HALF = (torch.bfloat16, torch.float16)  # what the fast kernels of a GPU compute in
 MIN_RELATIVE_LENGTH = 0.8  # shortest sequence of a bucket relative to the longest
 # On a CPU: queries per strip, and the longest sequence that is split into strips (see _strips_pay).
 STRIP, LONGEST_IN_STRIPS = 128, 640
@@ -62,11 +60,11 @@ class FlatRow:
     inverse: Tensor | None
     shared: bool  # whether a token of the row may belong to several sequences
     is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
-    # an extras.varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
+    # a varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
     ragged: Any = None
     lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
     token_map: np.ndarray | None = None  # see plan_flat_row
-    # filled by extras/hybrids.py
+    # filled by hybrids.py
     places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
 
 
@@ -135,7 +133,11 @@ def plan_flat_row(
         )
     inverse = inverse if first is None else inverse[first]
 
-    ragged = extra("varlen").plan(own, lengths, token_map, device) if capability(device) >= (8, 0) else None
+    ragged = None
+    if capability(device) >= (8, 0):
+        from common.model import varlen  # its kernel takes a second to import
+
+        ragged = varlen.plan(own, lengths, token_map, device)
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
     is_bucket = in_order and len(buckets) == 1
     order = None if in_order else to_device(inverse, device)
@@ -358,13 +360,3 @@ class Gather(torch.autograd.Function):
         elif ctx.inverse is not None:
             gradient = gradient.index_select(0, ctx.inverse)
         return gradient, None, None, None
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a matrix product of x is computed in."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

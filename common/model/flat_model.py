@@ -7,26 +7,21 @@ on the flat row, and applies the LM head (lm_head.py) only at the trained positi
 
 from collections.abc import Callable, Iterable, Sequence
 import contextlib
-from functools import partial
-import inspect
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common.collators import Batch
 from common.errors import UserError
-from common.extras import extra
-from common.model import lm_head
-from common.model.attention import FlatRow, plan_flat_row
+from common.memory import to_device
+from common.model import hybrids, lm_head
+from common.model.attention import FlatRow, first_occurrences, plan_flat_row
+from common.model.hybrids import is_hybrid
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's
-# own cache, with the attribute in which RecurrentGemma's modules keep a state.
-KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
 
 
 class Output(NamedTuple):
@@ -45,7 +40,7 @@ class Output(NamedTuple):
     hidden: Tensor | None = None  # (T, D): the input of the LM head
     mapped: Tensor | None = None  # (N, ...): the result of map_logits, in the order of batch["targets"]
     extra: dict[str, Tensor] | None = None  # outputs of the extra modules
-    aux_loss: Tensor | float = 0.0  # (): this batch's share of the expert-balancing loss (extras/experts.py)
+    aux_loss: Tensor | float = 0.0  # (): this batch's share of the expert-balancing loss (experts.py)
 
 
 class _States(NamedTuple):
@@ -72,10 +67,10 @@ class FlatModel(nn.Module):
         # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.extra = nn.ModuleDict()
         self.padded = padded
-        self.hybrid: Any = extra("hybrids").Hybrid(lm) if is_hybrid(lm) else None
+        self.hybrid: Any = hybrids.Hybrid(lm) if is_hybrid(lm) else None
         self.draws_nothing = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
-        self.experts: Any = None  # of a mixture of experts, an extras.experts.Experts; set by load_model
+        self.experts: Any = None  # of a mixture of experts, an experts.Experts; set by load_model
         # read by FSDP's wrapping policy
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)
 
@@ -203,11 +198,11 @@ class FlatModel(nn.Module):
         longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             # a shared prefix has different states in each sequence
-            batch, first = extra("hybrids").written_out(batch)
+            batch, first = hybrids.written_out(batch)
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if watched else contextlib.nullcontext([])
         with listening as chosen:
-            call = partial(extra("padded").call_padded, self) if self.padded else self._call_flat
+            call = self._call_padded if self.padded else self._call_flat
             outputs, to_row = call(batch, options)
             hidden = to_row([out.last_hidden_state for out in outputs])
         predicting = None if previous is None else hidden.index_select(0, previous)
@@ -238,11 +233,46 @@ class FlatModel(nn.Module):
                 -1, parts[0].shape[-1]
             )
 
+    def _call_padded(
+        self, batch: Batch, options: dict[str, Any]
+    ) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
+        """As `_call_flat`, with the sequences as rows of a padded batch; of several, each of sequences of
+        equal length, where padding would change them.
+
+        Raises UserError for several with sharded weights, because processes then wait for each other in every
+        call.
+        """
+        ids, lengths, token_map = batch["input_ids"][0], np.array(batch["lengths"]), batch.get("token_map")
+        if token_map is not None:
+            ids = ids[to_device(token_map, ids.device)]
+        groups = [np.arange(len(lengths))]
+        if padding_matters(self):
+            groups = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+        if len(groups) > 1 and is_sharded(self):
+            raise UserError(
+                f"{type(base_lm(self.lm)).__name__} is not padded: with sharded weights one sequence at a time"
+            )
+        sequences, starts, outputs, filled = ids.split(lengths.tolist()), lengths.cumsum() - lengths, [], 0
+        # of each token in the outputs; known here, a mask would be asked of the device
+        place = np.empty(len(ids), np.int64)
+        for group in groups:
+            padded = nn.utils.rnn.pad_sequence([sequences[s] for s in group], batch_first=True)
+            for row, s in enumerate(group):
+                place[starts[s] : starts[s] + lengths[s]] = (
+                    filled + row * padded.shape[1] + np.arange(lengths[s])
+                )
+            filled += padded.numel()
+            real = torch.arange(padded.shape[1]) < torch.from_numpy(lengths[group])[:, None]
+            with self.calling(lengths[group].tolist()):
+                mask = real.long().to(ids.device)
+                outputs.append(body(self.lm)(input_ids=padded, attention_mask=mask, **options))
+        order = to_device(place if token_map is None else place[first_occurrences(token_map)], ids.device)
+        return outputs, lambda parts: torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])[order]
+
     def calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
         """Context in which layers that look at the whole input know its sequences."""
         if self.hybrid is None:
             return contextlib.nullcontext()
-        hybrids = extra("hybrids")
         return hybrids.calling(hybrids.Call(lengths, row))
 
 
@@ -294,23 +324,6 @@ def base_lm(lm: nn.Module) -> nn.Module:
     return lm.get_base_model() if hasattr(lm, "get_base_model") else lm
 
 
-def names_in_code(cls: type) -> set[str]:
-    """The names of attributes and globals in the code of a class."""
-    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f)]
-    return {name for f in functions for name in f.__code__.co_names}
-
-
-def is_hybrid(lm: nn.Module) -> bool:
-    """Whether a layer carries a state along its input, or the positions depend on its length: see
-    extras/hybrids.py."""
-    if any(
-        names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}
-    ):
-        return True
-    kinds = [str(getattr(module, "rope_type", "")) for module in lm.modules()]
-    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
-
-
 def body(lm: nn.Module) -> nn.Module:
     """Everything but the LM head: token ids -> hidden states."""
     inner = base_lm(lm)
@@ -319,8 +332,14 @@ def body(lm: nn.Module) -> nn.Module:
 
 
 def routes_tokens(lm: nn.Module) -> bool:
-    """Whether a model is a mixture of experts that shows its routing (extras/experts.py)."""
+    """Whether a model is a mixture of experts that shows its routing (experts.py)."""
     return "router_logits" in (getattr(base_lm(lm).base_model, "_can_record_outputs", None) or {})
+
+
+def padding_matters(model: FlatModel) -> bool:
+    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA): ties among these
+    scores, which are often 0, are broken by the number of keys."""
+    return any(name.startswith("index_topk") for name in vars(model.config.get_text_config()))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -352,7 +371,7 @@ def disable_dropout(model: FlatModel) -> FlatModel:
 
 
 def is_quantised(lm: nn.Module) -> bool:
-    """Whether a model's frozen weights are in 4 or 8 bits (extras/quantised.py)."""
+    """Whether a model's frozen weights are in 4 or 8 bits (quantised.py)."""
     return getattr(base_lm(lm), "is_quantized", False)
 
 
@@ -369,3 +388,12 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 def sizes(parameters: Iterable[nn.Parameter]) -> list[int]:
     """The number of elements of each parameter; two in 4 bits share a byte."""
     return [p.quant_state.shape.numel() if hasattr(p, "quant_state") else p.numel() for p in parameters]
+
+
+def size_of_all_layers(config: "PreTrainedConfig", name: str) -> int:
+    """A size in a configuration, or 0 if it is missing or differs between layers (Gemma 4)."""
+    try:
+        value = getattr(config, name, 0)
+    except Exception:  # its own exception class, for a size that differs between layers
+        return 0
+    return value if isinstance(value, int) else 0

@@ -9,10 +9,11 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-from common.extras import extra
-from common.model.attention import compute_dtype
+from common.memory import compute_dtype
+from common.model import compiled_head
+from common.model.logit_transform import LogitTransform, apply_
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -32,14 +33,6 @@ ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 # The vocabulary from which compiling the softmax pays: it takes seconds, and then a quarter of the passes
 # over memory.
 COMPILED_FROM = {"cpu": 2**62, "cuda": 2**15}
-
-
-class LogitTransform(NamedTuple):
-    """A model's transform of its head's output x: `cap · tanh(scale · x / cap)`, or, without a cap, `scale ·
-    x`."""
-
-    scale: float
-    cap: float | None
 
 
 def chunk_rows(device: torch.device, V: int) -> int:
@@ -97,7 +90,7 @@ class _Chunks:
         normalize = self.dtype == torch.float16
         if self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
             derivative = self.product[: len(logits)] if gradient else None
-            found = extra("compiled_head").softmax(derivative, logits, tokens, transform, normalize)
+            found = compiled_head.softmax(derivative, logits, tokens, transform, normalize)
             if found is not None:
                 return *found, derivative
         scores, factor = _softmax_(
@@ -204,18 +197,6 @@ def _entropy_gradient_(
         block.scatter_add_(-1, index, by_logp)
         if derivative is not None:
             block.mul_(derivative)
-
-
-def apply_(transform: LogitTransform, logits: Tensor, gradient: bool) -> Tensor | None:
-    """`_apply` in place; with gradient, returns a capped transform's derivative, divided by the scale."""
-    if transform.cap is None:
-        if transform.scale != 1.0:
-            logits.mul_(transform.scale)
-        return None
-    logits.mul_(transform.scale / transform.cap).tanh_()
-    derivative = logits.square().neg_().add_(1) if gradient else None
-    logits.mul_(transform.cap)
-    return derivative
 
 
 # --- the gradients ------------------------------------------------------------------------------------------

@@ -18,8 +18,9 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 
 from collections.abc import Callable
 
-from common.model.attention import compute_dtype
-from common.model.fused_head import LogitTransform, LogProbs, WeightedNLL, chunk_rows
+from common.memory import compute_dtype
+from common.model.fused_head import LogProbs, WeightedNLL, chunk_rows
+from common.model.logit_transform import apply, logit_transform
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 def logits_of(inner: nn.Module, hidden: Tensor) -> Tensor:
     """Logits (N, V) of a transformers model's LM head for hidden states (N, D), transformed as the model
     does."""
-    return _apply(_logit_transform(inner), inner.get_output_embeddings()(hidden))
+    return apply(logit_transform(inner), inner.get_output_embeddings()(hidden))
 
 
 def log_probs(
@@ -46,7 +47,7 @@ def log_probs(
     float32 (N,) each: logps and, with entropy, each distribution's entropy in nats, and 1 if the token is the
     most probable one, else 0. Gradients flow through logps, and with entropy_grad through the entropy.
     """
-    transform = _logit_transform(inner, temperature)
+    transform = logit_transform(inner, temperature)
     linear = _plain_linear(inner)
     if linear is not None:
         grad, rows = torch.is_grad_enabled(), _rows_at_once(inner, hidden)
@@ -56,7 +57,7 @@ def log_probs(
         return scores if entropy else scores[:1]
 
     def chunk_scores(h: Tensor, t: Tensor) -> tuple[Tensor, ...]:
-        logits = _apply(transform, inner.get_output_embeddings()(h).float())
+        logits = apply(transform, inner.get_output_embeddings()(h).float())
         normalizer = logits.logsumexp(-1)
         chosen = logits.gather(-1, t[:, None])[:, 0]
         logps = chosen - normalizer
@@ -83,10 +84,10 @@ def map_logits(
     hidden (N, D), rows (N,) int64, one or more values per position; temperature divides the logits. Each
     chunk is recomputed in the backward pass, so that only one chunk's logits exist at a time.
     """
-    transform = _logit_transform(inner, temperature)
+    transform = logit_transform(inner, temperature)
 
     def map_chunk(h: Tensor, r: Tensor) -> tuple[Tensor]:
-        made = function(_apply(transform, inner.get_output_embeddings()(h).float()), r)
+        made = function(apply(transform, inner.get_output_embeddings()(h).float()), r)
         if not isinstance(made, Tensor) or not made.dim() or len(made) != len(r):
             found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
             raise ValueError(
@@ -136,7 +137,7 @@ def weighted_nll(
     if linear is not None and linear.weight.requires_grad and torch.is_grad_enabled():
         if compute_dtype(linear.weight) != torch.float16:
             rows = chunk_rows(hidden.device, linear.weight.shape[0])
-            transform = _logit_transform(inner, temperature)
+            transform = logit_transform(inner, temperature)
             loss, *scores = WeightedNLL.apply(
                 hidden, linear.weight, linear.bias, tokens, weights, transform, rows
             )
@@ -146,26 +147,6 @@ def weighted_nll(
 
 
 # --- the head of a model ------------------------------------------------------------------------------------
-
-
-def _logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransform:
-    config, scale = inner.config.get_text_config(), 1.0
-    for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
-        scale *= getattr(config, name, None) or 1.0
-    # Granite, Inkling; HyperCLOVA X multiplies
-    for name in ("logits_scaling", "logits_mup_width_multiplier"):
-        factor = getattr(config, name, None) or 1.0
-        scale = scale * factor if config.model_type.startswith("hyperclovax") else scale / factor
-    # Gemma, RecurrentGemma, xLSTM
-    caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-    cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
-    return LogitTransform(scale / temperature, cap and cap / temperature)
-
-
-def _apply(transform: LogitTransform, logits: Tensor) -> Tensor:
-    if transform.cap is not None:
-        return transform.cap * torch.tanh(logits * (transform.scale / transform.cap))
-    return logits if transform.scale == 1.0 else logits * transform.scale
 
 
 def weight_of(module: nn.Module) -> Tensor:

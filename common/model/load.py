@@ -1,8 +1,6 @@
-"""Models and tokenizers: loaded from a folder or the Hub, checked, ready for training; and new ones."""
+"""Models and tokenizers: loaded from a folder or the Hub, checked, ready for training."""
 
-from collections.abc import Iterator
 import contextlib
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +9,14 @@ from common.args import CommonArgs
 from common.data.chat import read_chat_template, set_defaults, stop_token_ids
 from common.data.types import Tokenizer
 from common.errors import UserError, say
-from common.extras import extra
-from common.memory import SHARDED, is_oom
-from common.model import attention
+from common.memory import SHARDED
+from common.model import attention, hybrids
+from common.model.create import create_model
+from common.model.experts import add_experts
+from common.model.files import DTYPES, dtype_of, file_config, first_of, hub_errors, is_adapter
 from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
+from common.model.lora import adapter_config, add_lora, check_mergeable, import_peft
+from common.model.quantised import loading_options, use_plain_arithmetic
 from common.model.save import SHARDS
 from common.model.wrap import wrap
 import torch
@@ -22,39 +24,6 @@ from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@contextlib.contextmanager
-def hub_errors(kind: str, name: str) -> Iterator[None]:
-    """Load without progress bars and reports, and turn any exception of a library into one line with the
-    folder's name."""
-    import transformers
-
-    is_path = name.startswith(("/", ".", "~", "outputs/")) or name.count("/") > 1  # a Hub name is OWNER/NAME
-    if is_path and not Path(name).exists():
-        raise UserError(
-            f"cannot load the {kind} {name}: no such folder; if an earlier stage writes it, run that first"
-        )
-    # "Loading weights: 100%" for every model, on every process
-    transformers.utils.logging.disable_progress_bar()
-    verbosity = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()  # a long report with raw tensor names
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # a folder may hold anything
-        if is_oom(error):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        hint = (
-            "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
-        )
-        raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
-    finally:
-        transformers.utils.logging.set_verbosity(verbosity)
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -101,7 +70,7 @@ def load_model(
     """The model to train: from the checkpoint, else args.model_name_or_path, else new from the configuration.
 
     With LoRA the checkpoint holds only the adapters; the base is args.model_name_or_path, or the base of that
-    adapter. The weights of a sharded checkpoint follow in `run.prepare` (extras/sharded.py): until then they
+    adapter. The weights of a sharded checkpoint follow in `run.prepare` (run/sharded.py): until then they
     are those of the start. Gradient checkpointing, compilation and the dtype of the weights follow args. The
     model is on the accelerator's device, except for a dry run or sharded weights, which `accelerator.prepare`
     moves piece by piece.
@@ -111,7 +80,7 @@ def load_model(
     name = checkpoint or args.model_name_or_path
     if args.use_peft:
         device = torch.device("cpu") if args.dry_run else accelerator.device
-        model = extra("lora").load_adapted(args, tokenizer, checkpoint, device)
+        model = load_adapted(args, tokenizer, checkpoint, device)
     elif name:
         model = load_pretrained(args, name, len(tokenizer))
         if is_quantised(model.lm):
@@ -127,7 +96,7 @@ def load_model(
     if args.torch_compile:
         compile_layers(model)
     if routes_tokens(model.lm) or args.router_aux_loss_coef:
-        model.experts = extra("experts").add_experts(args, base_lm(model.lm))
+        model.experts = add_experts(args, base_lm(model.lm))
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
@@ -135,16 +104,40 @@ def load_model(
     return model
 
 
-def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
-    """Whether a folder, or a repository on the Hub, holds an adapter rather than a model."""
-    if name is None or Path(name).exists():
-        return name is not None and Path(name, "adapter_config.json").exists()
-    from transformers.utils import find_adapter_config_file
+def load_adapted(
+    args: CommonArgs, tokenizer: Tokenizer, checkpoint: str | Path | None, device: torch.device
+) -> FlatModel:
+    """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter
+    trained further."""
+    name, start, revision = args.model_name_or_path, None, args.model_revision
+    base = name
+    if is_adapter(name, revision):
+        config, start = adapter_config(name, revision), name
+        base, revision = config.base_model_name_or_path, config.revision
+        settings = f"r {config.r}, alpha {config.lora_alpha}"
+        say(f"model: the adapter {name} is trained further, as it is ({settings}), on its base {base}")
+    model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
+    return add_lora(args, model, checkpoint, start=start, new_tokens=_new_tokens(args, tokenizer, name))
+
+
+def _new_tokens(args: CommonArgs, tokenizer: Tokenizer, name: str) -> list[int]:
+    """Token ids of the tokenizer that the model or adapter `name` does not know, for instance a chat
+    template's markers."""
+    from transformers import AutoTokenizer
 
     try:
-        return find_adapter_config_file(str(name), revision=revision) is not None
-    except Exception:  # no such repository, or no network: reported on loading
-        return False
+        options = {"revision": args.model_revision, "trust_remote_code": args.trust_remote_code}
+        known = AutoTokenizer.from_pretrained(name, **options).get_vocab()
+    # no tokenizer of its own (--tokenizer_name): new ids are those without an embedding row
+    except Exception:
+        if is_adapter(name, args.model_revision):
+            return []
+        rows = file_config(args, name, args.model_revision).get_text_config().vocab_size
+        known = {token for token, i in tokenizer.get_vocab().items() if i < rows}
+    found = {token: i for token, i in tokenizer.get_vocab().items() if token not in known}
+    if found:
+        say(f"LoRA: beside the adapter the rows of new tokens are trained: {first_of(sorted(found))}")
+    return sorted(found.values())
 
 
 def load_pretrained(
@@ -167,10 +160,10 @@ def load_pretrained(
     revision = args.model_revision if name == args.model_name_or_path else revision
     options = {"dtype": DTYPES.get(args.dtype, "auto"), "trust_remote_code": args.trust_remote_code}
     if args.load_in_4bit or args.load_in_8bit:
-        options |= extra("quantised").loading_options(args, device)
+        options |= loading_options(args, device)
     with hub_errors("model", name):
         if is_adapter(name, revision):  # merged: it is the starting point and, in DPO and GRPO, the reference
-            lm, config = extra("lora").load_merged(name, revision, **options)
+            lm, config = load_merged(name, revision, **options)
         else:
             from transformers import AutoModelForCausalLM
 
@@ -189,8 +182,37 @@ def load_pretrained(
     _freeze_all_but_text(lm)
     grow_embedding(lm, vocab_size)
     if is_quantised(lm):
-        extra("quantised").use_plain_arithmetic(args, lm)
+        use_plain_arithmetic(args, lm)
     return wrap(lm)
+
+
+def load_merged(
+    adapter: str, revision: str | None = None, base: str | None = None, **options: Any
+) -> "tuple[PreTrainedModel, PreTrainedConfig]":
+    """The model of an adapter merged into its base, and the config in the base's files. base: replaces the
+    one that the adapter names. options: of from_pretrained."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    peft, config = import_peft(f"the adapter {adapter}"), adapter_config(adapter, revision)
+    name, at = (base, None) if base else (config.base_model_name_or_path, config.revision)
+    trust = {"trust_remote_code": options.get("trust_remote_code", False)}
+    with hub_errors("model", name):
+        files = AutoConfig.from_pretrained(name, revision=at, **trust)
+    if getattr(files, "quantization_config", None) is not None:
+        other = f"python -m tools.merge_lora {adapter} OUT --base THE_MODEL"
+        raise UserError(
+            f"the base {name} is quantised: merge into the model that it was made of, in its own dtype: {other}"
+        )
+    with hub_errors("model", name):
+        lm = AutoModelForCausalLM.from_pretrained(name, revision=at, **options)
+    with contextlib.suppress(OSError, ValueError):  # there may be no tokenizer beside the adapter
+        grow_embedding(lm, len(AutoTokenizer.from_pretrained(adapter, revision=revision, **trust)))
+    adapted = peft.PeftModel.from_pretrained(lm, adapter, revision=revision)
+    check_mergeable(adapted)
+    lm = adapted.merge_and_unload().requires_grad_(True)
+    lm.config._name_or_path = adapter
+    say(f"model: the adapter {adapter}, merged into its base")
+    return lm, files
 
 
 def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> None:
@@ -211,10 +233,6 @@ def check_weights(name: str, lm: "PreTrainedModel", found: dict[str, Any]) -> No
     for tensor, parameter in lm.named_parameters():
         if not torch.isfinite(parameter.detach()).all():
             raise UserError(f"cannot load the model {name}: {tensor} holds a NaN or an infinity")
-
-
-def first_of(names: list[str]) -> str:
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
 
 
 def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
@@ -256,7 +274,7 @@ def align(model: nn.Module) -> None:
 
 def enable_gradient_checkpointing(model: FlatModel) -> None:
     """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
-    recomputed = {"context_fn": extra("hybrids").recompute_contexts} if model.hybrid else {}
+    recomputed = {"context_fn": hybrids.recompute_contexts} if model.hybrid else {}
     base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
@@ -266,7 +284,7 @@ def compile_layers(model: FlatModel) -> None:
     """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
     if model.hybrid:
-        extra("hybrids").exclude_from_compilation()
+        hybrids.exclude_from_compilation()
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile(dynamic=True)
@@ -292,20 +310,6 @@ def make_savable(lm: "PreTrainedModel") -> None:
         )
 
 
-def file_config(args: CommonArgs, name: str, revision: str | None) -> "PreTrainedConfig":
-    """A model's config.json as in its files, for a loaded model that is only a part of it, or has another
-    dtype."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
-
-
-def dtype_of(config: "PreTrainedConfig") -> str:
-    """The dtype of a model's files; "float32" if its config does not say."""
-    dtype = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
-    return dtype if dtype in ("bfloat16", "float16") else "float32"
-
-
 def _freeze_all_but_text(lm: nn.Module) -> None:
     """Freeze vision and audio towers: text gives them no gradient, so they are exported unchanged."""
     if lm.config.get_text_config() is lm.config:
@@ -314,70 +318,3 @@ def _freeze_all_but_text(lm: nn.Module) -> None:
     for parameter in lm.parameters():
         if id(parameter) not in text:
             parameter.requires_grad_(False)
-
-
-# --- new models ---------------------------------------------------------------------------------------------
-
-
-def create_model(config: "PreTrainedConfig", *, dtype: str = "float32", seed: int) -> FlatModel:
-    """A new model with random weights: a pure function of (config, seed)."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    return wrap(AutoModelForCausalLM.from_config(config).to(DTYPES.get(dtype, torch.float32)))
-
-
-def load_config(name: str, tokenizer: Tokenizer) -> "PreTrainedConfig":
-    """The configuration of a model on the Hub or in a folder, adapted to a new model with this tokenizer."""
-    with hub_errors("config", name):
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    text = config.get_text_config()
-    text.vocab_size = len(tokenizer)
-    text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    text.pad_token_id = tokenizer.pad_token_id
-    return config
-
-
-def llama_config(
-    tokenizer: Tokenizer,
-    *,
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    intermediate_size: int | None,
-    num_experts: int = 0,
-    num_experts_per_tok: int = 2,
-    moe_intermediate_size: int | None = None,
-    **more: Any,
-) -> "PreTrainedConfig":
-    """A Llama-type configuration; intermediate_size defaults to 8/3 of hidden_size, rounded up to a multiple
-    of 32.
-
-    With num_experts each MLP becomes a mixture of experts (Mixtral) of moe_intermediate_size; by default a
-    token's experts are together as wide as the MLP would be. more: further fields of the configuration.
-    """
-    from transformers import LlamaConfig
-
-    if hidden_size % num_heads:
-        raise UserError(f"--hidden_size {hidden_size} is not divisible by --num_heads {num_heads}")
-    if num_heads % (num_kv_heads or num_heads):
-        raise UserError(f"--num_heads {num_heads} is not divisible by --num_kv_heads {num_kv_heads}")
-    width = intermediate_size or math.ceil(hidden_size * 8 / 3 / 32) * 32
-    shape = dict(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        intermediate_size=width,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads or num_heads,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **more,
-    )
-    if num_experts:
-        return extra("experts").mixtral_config(shape, num_experts, num_experts_per_tok, moe_intermediate_size)
-    return LlamaConfig(**shape)

@@ -7,7 +7,6 @@ import math
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras import extra
 from common.memory import SHARDED
 import torch
 from torch import nn
@@ -18,12 +17,13 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """The optimizer of --optim for the trained parameters, with weight decay on matrices only.
 
-    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon:
-    extras/muon.py. extra_lr_multiplier: the learning rate of the modules in model.extra, relative to the
-    others.
+    AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon: Muon
+    for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that AdamW's
+    learning rate fits), and AdamW for the rest. extra_lr_multiplier: the learning rate of the modules in
+    model.extra, relative to the others.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    for_muon = {id(p) for p in extra("muon").matrices(model)} if args.optim == "muon" else set()
+    for_muon = {id(p) for p in matrices(model)} if args.optim == "muon" else set()
     own_rate = {id(p) for p in model.extra.parameters()} if extra_lr_multiplier != 1 else set()
     rest = [p for p in trained if id(p) not in own_rate]
     groups = [
@@ -53,7 +53,41 @@ def make_optimizer(
     parts = [torch.optim.AdamW(groups, fused=fused, **settings)] if groups else []  # muon may take all
     if not for_muon:
         return parts[0]
-    return extra("muon").join(args, parts, [p for p in trained if id(p) in for_muon])
+    options = {"weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon([p for p in trained if id(p) in for_muon], lr=args.learning_rate, **options)
+    return MuonAndAdamW([*parts, muon])
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """AdamW and Muon, torch's two classes, as one optimizer with one state."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self.parts = parts
+        self.counts = [len(part.param_groups) for part in parts]
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        loss = None if closure is None else closure()
+        start = 0
+        # either may have been loaded, or moved, since
+        for part, count in zip(self.parts, self.counts, strict=True):
+            part.param_groups, part.state = self.param_groups[start : start + count], self.state
+            part.step()
+            start += count
+        return loss
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trained matrices of the language model except embeddings and head: those that Muon updates."""
+    lm = getattr(model, "lm", model)
+    tables = {id(m.weight) for m in lm.modules() if isinstance(m, nn.Embedding)}
+    if hasattr(lm, "get_output_embeddings"):
+        tables |= {id(p) for p in lm.get_output_embeddings().parameters()}
+    return [
+        p
+        for name, p in lm.named_parameters()
+        if p.requires_grad and p.dim() == 2 and id(p) not in tables and "trainable_tokens" not in name
+    ]
 
 
 def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None:

@@ -4,14 +4,17 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.collators import Batch
+from common.collators import Batch, flat_batch
 from common.data.examples import Examples
 from common.data.order import Shuffled
 from common.data.types import Tokenizer
-from common.extras import extra
+from common.errors import say
 from common.losses import segment_sum
 from common.model.flat_model import FlatModel, Output
 from common.model.load import align, load_pretrained
+from common.model.lora import at_start
+from common.processes import gather_lists
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +33,7 @@ class Reference:
         with self.accelerator.autocast():
             if not self.without_adapter:
                 return self.model(batch, **options)
-            with extra("lora").at_start(self.model.lm):
+            with at_start(self.model.lm):
                 return self.model(batch, **options)
 
     def sums(self, batch: Batch) -> Tensor:
@@ -51,8 +54,25 @@ class Reference:
         for examples in data:
             examples = getattr(examples, "data", examples)
             if len(examples):
-                examples.add_field("ref_logps", extra("precomputed").scores(args, self, examples))
+                examples.add_field("ref_logps", score(args, self, examples))
         self.model = None
+
+
+def score(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndarray:
+    """The log-probability of each sequence, summed over its trained tokens: (sequences,) float32. Each
+    process scores a share."""
+    say(f"reference: scoring {len(examples):,} pairs")
+    accelerator = reference.accelerator
+    mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
+    # batches of similar lengths
+    mine.sort(key=lambda i: sum(len(sequence["input_ids"]) for sequence in examples[i]))
+    found: list[tuple[int, list[float]]] = []
+    for start in range(0, len(mine), args.per_device_eval_batch_size):
+        members = mine[start : start + args.per_device_eval_batch_size]
+        batch = flat_batch([examples[i] for i in members], accelerator.device)
+        sums = reference.sums(batch)
+        found += zip(members, sums.view(len(members), -1).tolist(), strict=True)
+    return np.array([values for _, values in sorted(gather_lists(accelerator, found))], np.float32).flatten()
 
 
 def load_reference(

@@ -7,16 +7,17 @@ import shutil
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.data.types import Tokenizer
-from common.extras import extra
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, base_lm
+from common.model.lora import write_adapter
+from common.model.sharded import gather_sharded
 from safetensors.torch import save_file
 import torch
 from torch import Tensor, nn
 
 CARD = "README.md"
 EXTRA = "extra.safetensors"  # a script's own modules in model.extra
-# Accelerate's folder for the weights of a sharded checkpoint (extras/sharded.py)
+# Accelerate's folder for the weights of a sharded checkpoint (run/sharded.py)
 SHARDS = "pytorch_model_fsdp_0"
 
 
@@ -40,7 +41,7 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, frozen: bool =
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     if accelerator.distributed_type in SHARDED:
         only_trained = hasattr(wrapper.lm, "peft_config") and not frozen
-        return extra("sharded").gather_weights(accelerator, model, only_trained)
+        return gather_sharded(accelerator, model, only_trained)
     return wrapper.state_dict()
 
 
@@ -57,7 +58,8 @@ def write_model(
     """
     lm, part = wrapper.lm, part_of(wrapper, weights, "lm.")
     if hasattr(lm, "peft_config"):
-        extra("lora").write_adapter(lm, folder, part)
+        write_adapter(lm, folder, part)
+        (folder / CARD).unlink(missing_ok=True)  # peft's says little, and contains the base's local path
     else:
         save_rounded(lm, folder, part, dtype)
     tokenizer.save_pretrained(folder)

@@ -6,10 +6,10 @@ import re
 
 from common.collators import Batch
 from common.errors import UserError, say
-from common.extras import extra
 from common.model import attention
 from common.model.attention import FLAT, first_occurrences
 from common.model.flat_model import FlatModel
+from common.model.fused_layers import use_fused_layers
 from common.model.lm_head import logits_of
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ def wrap(lm: nn.Module) -> FlatModel:
             raise UserError(
                 f"the model ({type(lm).__name__}): a few tokens give NaN: look at *_eps in its config.json"
             )
-        extra("fused_layers").use_fused_layers(lm)
+        use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)
             flat, after_other = (logits_of(lm, model.hidden(row)).float() for row in (row, other_row))

@@ -2,7 +2,7 @@
 
 A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the
 optimizer, the run's settings, and `trainer_state.json`. (FSDP2 keeps the optimizer, and if asked the weights,
-in shards: extras/sharded.py. DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary
+in shards: sharded.py. DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary
 name, flushed to disk, listed in `manifest.json` with sizes and hashes, and only then renamed; older
 checkpoints are deleted after that. A kill at any moment, or a full disk, leaves the last complete one usable.
 """
@@ -20,12 +20,13 @@ from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.data.types import Tokenizer
 from common.errors import UserError, say
-from common.extras import extra
-from common.files import flush, write_manifest
+from common.files import flush, write_manifest, writing
 from common.model.flat_model import FlatModel
+from common.model.merge import write_merged
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import on_each_process, on_main_process, sharded_as, unsharded
-from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of, writing
+from common.run import sharded
+from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of
 from safetensors.torch import load_file
 import torch
 from torch import nn
@@ -56,8 +57,8 @@ def save_checkpoint(
     output_dir = Path(args.output_dir)
     final, temporary = checkpoint_at(args.output_dir, step), output_dir / f".checkpoint-{step}.tmp"
     wrapper, kind = accelerator.unwrap_model(model, keep_torch_compile=False), accelerator.distributed_type
-    sharded = extra("sharded") if kind == DistributedType.FSDP else None
-    shards = sharded is not None and sharded.writes_shards(accelerator, wrapper)
+    is_fsdp = kind == DistributedType.FSDP
+    shards = is_fsdp and sharded.writes_shards(accelerator, wrapper)
     modules = sharded.gather_extra(wrapper) if shards else {}
     weights = {} if shards else gather_weights(accelerator, model)
     states = tree_map(unsharded, {name: one.state_dict() for name, one in (kept or {}).items()})
@@ -78,7 +79,7 @@ def save_checkpoint(
 
     @writing(output_dir)
     def write_shares() -> None:
-        if sharded:
+        if is_fsdp:
             sharded.save(accelerator, wrapper, optimizer, temporary)
         elif kind == DistributedType.DEEPSPEED:
             accelerator.save_state(str(temporary / "state"))
@@ -130,7 +131,7 @@ def export(
         {"trust_remote_code": args.trust_remote_code},
     )
     if best is not None and (best / SHARDS).is_dir():
-        extra("sharded").load(accelerator, wrapper, None, best)
+        sharded.load(accelerator, wrapper, None, best)
     copies = best is not None and not (best / SHARDS).is_dir()
     weights = {} if copies else gather_weights(accelerator, model)
 
@@ -145,7 +146,7 @@ def export(
         else:
             write_model(folder, wrapper, weights, tokenizer, dtype)
         if args.merge_lora:
-            extra("merge").write_merged(folder, temporary, **trust)
+            write_merged(folder, temporary, **trust)
             shutil.rmtree(folder)
         if best and (best / EXTRA).exists():  # model.extra is beside the shards, not in them
             shutil.copyfile(best / EXTRA, temporary / EXTRA)
@@ -205,7 +206,7 @@ def resume(
     settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
     if accelerator.distributed_type == DistributedType.FSDP:
         wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-        extra("sharded").load(accelerator, wrapper, optimizer, checkpoint)
+        sharded.load(accelerator, wrapper, optimizer, checkpoint)
     elif accelerator.distributed_type == DistributedType.DEEPSPEED:
         accelerator.load_state(str(checkpoint / "state"))
     else:

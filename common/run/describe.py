@@ -10,9 +10,9 @@ from common.data.load import Rows
 from common.data.tokens import show_trained, trained_parts
 from common.data.types import Example, Tokenizer
 from common.errors import say
-from common.extras import extra
 from common.model.flat_model import FlatModel, base_lm, check_positions, count_parameters
 from common.model.save import base_dtype, final_dtype
+from common.run.dry_run import show_facts, show_memory
 import numpy as np
 
 BINS = 8  # of the length histogram
@@ -61,8 +61,8 @@ def describe(
         filled = float(packs.lengths.sum() / (len(packs) * packs.max_length))
         facts["packing"] = {"rows": len(packs), "max_length": packs.max_length, "utilisation": filled}
     if args.dry_run:
-        extra("dry_run").show_facts(facts)
-        extra("dry_run").show_memory(args, accelerator, model, largest, reference)
+        show_facts(facts)
+        show_memory(args, accelerator, model, largest, reference)
     show_example(data[0], tokenizer, example_name, most=len(data[0]) if args.dry_run else 2)
     if args.dry_run:
         say("dry run: nothing was trained, and nothing written in output_dir")

@@ -6,7 +6,7 @@ in each checkpoint, too, and a run that resumes is compared with them.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import contextlib
 import errno
 import hashlib
@@ -20,8 +20,8 @@ from typing import Any, TextIO
 
 from accelerate import Accelerator
 from common.args import CommonArgs, declared, defaults, may_change, save_args
-from common.errors import UserError, is_of_the_disk, say
-from common.files import file_hash, find_damage
+from common.errors import UserError, say
+from common.files import file_hash, find_damage, writing
 from common.processes import on_main_process
 import yaml
 
@@ -175,19 +175,6 @@ def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
     """Raise UserError if the folder was deleted while the run was writing to it. Called on every process."""
     if not on_main_process(accelerator, lambda: is_held(folder)):
         raise UserError(f"{folder} was deleted while this run was writing to it")
-
-
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Wraps writes that a run cannot do without. Raises UserError if the disk refuses them."""
-    try:
-        yield
-    except Exception as error:
-        if not is_of_the_disk(error):
-            raise
-        raise UserError(
-            f"{folder} cannot be written ({error}); once it can be, the same command goes on"
-        ) from None
 
 
 # --- what a new run does with it ----------------------------------------------------------------------------

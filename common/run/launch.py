@@ -11,10 +11,12 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from common.args import CommonArgs
 from common.errors import UserError, say
-from common.extras import extra
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
+from common.model.quantised import check_quantisation
 from common.run.folder import open_folder
+from common.run.parts.hub import check_repo
+from common.run.sharded import check_shared_disk, set_up
 import torch
 
 # DistributedDataParallel owns torch's process group, whose destructor joins its threads while holding the
@@ -32,7 +34,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
             f"--report_to {args.report_to}: pip install it, if it is one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
         )
     if args.push_to_hub:
-        extra("hub").check_repo(args.hub_model_id)
+        check_repo(args.hub_model_id)
     try:
         accelerator = Accelerator(
             # sync_with_dataloader=False: a window stays whole at the end of an epoch.
@@ -53,13 +55,13 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
         ) from None
     refuse_launch(accelerator)
     if args.load_in_4bit or args.load_in_8bit:
-        extra("quantised").check_quantisation(args, accelerator.distributed_type in SHARDED)
+        check_quantisation(args, accelerator.distributed_type in SHARDED)
     check_optimizer(args, accelerator.distributed_type)
     if accelerator.distributed_type in SHARDED:
-        extra("sharded").set_up(accelerator, args)
+        set_up(accelerator, args)
     checkpoint, inputs = (None, {}) if args.dry_run else open_folder(args, accelerator, script)
     if accelerator.distributed_type in SHARDED and not args.dry_run:
-        extra("sharded").check_shared_disk(accelerator, args.output_dir)
+        check_shared_disk(accelerator, args.output_dir)
     set_seed(args.seed)
     say(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "

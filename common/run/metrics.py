@@ -13,10 +13,10 @@ from typing import Any
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import hidden, quoted, say
-from common.files import replace_text
+from common.files import replace_text, writing
 from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, unsharded
-from common.run.folder import LINES, is_held, writing
+from common.run.folder import LINES, is_held
 from common.sampling.rewards import text_of
 import torch
 from torch import Tensor

@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 Gradients = Callable[[Window], None]
-WHAT_HELPS = "what helps: --gradient_checkpointing, --use_peft, a smaller --max_length; several processes: --auto_micro_batch"
+WHAT_HELPS = "what helps: --gradient_checkpointing, --use_peft, a smaller --max_length; "
+WHAT_HELPS += "several processes: --auto_micro_batch"
 
 
 class Retry:

@@ -28,16 +28,22 @@ from common.args import CommonArgs, defaults
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
 from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
-from common.extras import extra
-from common.files import loaded_code
+from common.files import loaded_code, writing
 from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, prune, resume, save_checkpoint
 from common.run.describe import describe
-from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder, writing
+from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, machine
 from common.run.nonfinite import NonFinite
+from common.run.parts.alerts import Alerts
+from common.run.parts.best import Best
+from common.run.parts.hub import push_at_end, write_card
+from common.run.parts.mfu import mfu_of_run
+from common.run.parts.regression import Regression
+from common.run.parts.report import Report
+from common.run.parts.trackers import Tracker
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import Reward, RolloutSchedule
@@ -61,17 +67,15 @@ class Run:
         Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
         self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
-        self.best = extra("best").Best(args) if args.save_best or args.early_stopping_patience else None
+        self.best = Best(args) if args.save_best or args.early_stopping_patience else None
         self.parts: dict[str, Any] = {"best": self.best}  # None: without it
         self.step = self.saved_step = self.unjudged = 0
         self.kept: dict[str, Any] = {}
         if args.alert_webhook:  # before anything is written: the address is a secret
-            self.parts["alerts"] = extra("alerts").Alerts(args)
+            self.parts["alerts"] = Alerts(args)
         LAST_WORDS[:] = [self._die]  # and none of an earlier run in this process
         self.accelerator, self.resume_from, self.inputs = start(args, script)
-        self.regression = (
-            extra("regression").Regression(args, self.accelerator) if args.regression_suite else None
-        )
+        self.regression = Regression(args, self.accelerator) if args.regression_suite else None
         self.facts = ""  # for dataset.json
 
     def describe(
@@ -116,7 +120,7 @@ class Run:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
         on_gpu = accelerator.device.type == "cuda"
-        mfu = extra("mfu").mfu_of_run(model, windows, accelerator) if on_gpu else None
+        mfu = mfu_of_run(model, windows, accelerator) if on_gpu else None
         load_extra(model, self.resume_from, args.model_name_or_path)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)
@@ -136,9 +140,9 @@ class Run:
             "regression": self.regression,
         }
         if accelerator.log_with:
-            self.parts["tracker"] = extra("trackers").Tracker(accelerator, args)
+            self.parts["tracker"] = Tracker(accelerator, args)
         if accelerator.is_main_process:
-            self.parts["report"] = extra("report").Report(args.output_dir)
+            self.parts["report"] = Report(args.output_dir)
         for name, part in self.parts.items():
             if hasattr(part, "restore"):
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
@@ -343,7 +347,7 @@ class Run:
         export(args, self.accelerator, self.model, self.tokenizer, best, dtype, also)
         if self.accelerator.is_main_process:
             with writing(args.output_dir):
-                extra("hub").write_card(args, self.script, self.best_step)
+                write_card(args, self.script, self.best_step)
             prune(args.output_dir, self.step, args.save_total_limit, self.best_step)  # what a kill has left
         metrics.last = self.best.of_exported(metrics.last) if best else metrics.last
         both = [
@@ -371,7 +375,7 @@ class Run:
         self.signals.close()
         gc.unfreeze()  # what is never freed, the extension modules of libraries complain of when Python ends
         if args.push_to_hub and self.accelerator.is_main_process:
-            extra("hub").push_at_end(args)
+            push_at_end(args)
 
     def _note_start(self) -> None:
         """Write an event to events.jsonl: the run starts or resumes, and on what machine."""

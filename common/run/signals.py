@@ -11,12 +11,13 @@ import time
 from typing import Any
 
 from accelerate import Accelerator
+from common import START
 from common.args import CommonArgs
 from common.errors import say
-from common.extras import extra
 from common.processes import reset_in_children
 import torch
 
+EXIT_SECONDS = 10.0  # allowed from the last save to the end of the process
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
 
 # Numeric requests of processes; the run does the largest one.
@@ -39,7 +40,7 @@ class Signals:
         self.accelerator = accelerator
         self.noted: list[int] = []  # requests to this process since the last question
         self.reason = ""  # why the run should stop, once `asked_for` has returned "stop"
-        self.clock = extra("clock").Clock(args) if args.max_hours or args.save_minutes else None
+        self.clock = Clock(args) if args.max_hours or args.save_minutes else None
         self.is_first = True  # the next question
         self.first_at = 0.0  # time of the first SIGINT; a second one leaves at once
         # A killed launcher leaves its processes behind, which would keep running beside the run that replaces
@@ -103,3 +104,31 @@ class Signals:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.time()
         self.noted.append(SIGNALS[number])
+
+
+class Clock:
+    """--max_hours and --save_minutes: what the clock asks of a run between two steps; of one process."""
+
+    def __init__(self, args: CommonArgs):
+        self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
+        self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
+        self.asked = 0.0  # the last question
+        # the longest time between two: a step, with its evaluation
+        self.saved_at, self.longest = time.time(), 0.0
+        # a guess, until one has been measured
+        self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))
+
+    def asks(self) -> str:
+        """What is due now: "stop", "save" or ""."""
+        now = time.time()
+        self.longest = max(self.longest, now - self.asked) if self.asked else 0.0
+        self.asked = now
+        needed = 1.25 * (self.longest + self.save_seconds) + EXIT_SECONDS
+        if self.max_seconds is not None and now - START + needed > self.max_seconds:
+            return "stop"
+        return "save" if self.save_after is not None and now - self.saved_at > self.save_after else ""
+
+    def saved(self) -> None:
+        """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
+        self.saved_at = time.time()
+        self.save_seconds = self.saved_at - self.asked

@@ -10,13 +10,22 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from common.errors import say
-from common.extras import extra
-from common.memory import empty_caches, finest_dtype, is_oom, to_device
-from common.model.attention import FLAT, compute_dtype
+from common.memory import compute_dtype, empty_caches, finest_dtype, is_oom, to_device
+from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
 from common.model.lm_head import logits_of
+from common.model.sharded import gathered as gathered_weights
 from common.sampling import kv_cache
+from common.sampling.cuda_graph import StepGraph, completions_at_once
 from common.sampling.kv_cache import CACHED, KVCache
+from common.sampling.padded import (
+    PaddedDecoder,
+    WholeDecoder,
+    cache_name,
+    caches_join,
+    mixers_of,
+    steps_as_trained,
+)
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -119,16 +128,23 @@ def sample(
 
 def way_to_sample(model: FlatModel, longest: int) -> Way:
     """longest: the largest number of tokens of a prompt and its completion."""
-    if model.padded or model.hybrid:
-        return extra("padded").way_to_sample(model, longest)
-    return Way(partial(FlatDecoder, model.lm), CACHED)
+    if not model.padded and not model.hybrid:
+        return Way(partial(FlatDecoder, model.lm), CACHED)
+    # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
+    if cache_name(model) is None or (model.hybrid and longest > model.hybrid.longest_alike):
+        return Way(partial(WholeDecoder, model), FLAT)
+    if not model.padded and not mixers_of(model):
+        return Way(partial(FlatDecoder, model.lm), CACHED)
+    inner = base_lm(model.lm)
+    equal_lengths = model.padded or not caches_join(inner)
+    return Way(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
 
 
 def at_once(model: FlatModel, way: Way, longest: int) -> int:
     """How many completions to sample together."""
     lm = base_lm(model.lm)
     on_gpu = lm.device.type == "cuda" and way.attention == CACHED
-    return extra("cuda_graph").completions_at_once(lm, longest) if on_gpu else AT_ONCE
+    return max(AT_ONCE, completions_at_once(lm, longest)) if on_gpu else AT_ONCE
 
 
 @contextlib.contextmanager
@@ -145,8 +161,8 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     lm.eval()
     if implementation == FLAT:
         inner.set_attn_implementation(attention)
-    limited = extra("padded").steps_as_trained(model) if model.hybrid else contextlib.nullcontext()
-    gathered = extra("sharded").gathered(model) if is_sharded(model) else contextlib.nullcontext()
+    limited = steps_as_trained(model) if model.hybrid else contextlib.nullcontext()
+    gathered = gathered_weights(model) if is_sharded(model) else contextlib.nullcontext()
     eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference
@@ -261,7 +277,7 @@ class FlatDecoder:
         static = self.device.type == "cuda" if static is None else static
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
-        self.graph = extra("cuda_graph").StepGraph() if self.device.type == "cuda" else None
+        self.graph = StepGraph() if self.device.type == "cuda" else None
 
     def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T,), (T,) -> (T, D)."""

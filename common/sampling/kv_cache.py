@@ -13,8 +13,8 @@ heads, g = H / Hkv, Dh.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.memory import to_device
-from common.model.attention import compute_dtype, flat_attention, plan_flat_row
+from common.memory import compute_dtype, to_device
+from common.model.attention import flat_attention, plan_flat_row
 import numpy as np
 import torch
 from torch import Tensor

@@ -21,7 +21,6 @@ import traceback
 from typing import Any, NamedTuple
 
 from common.errors import UserError, quoted
-from common.extras import extra
 from common.losses import combine_rewards
 from common.processes import TimeLimitReached, time_limit
 import torch
@@ -78,7 +77,7 @@ def _load(spec: str, device: torch.device) -> Reward:
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
         return Reward(spec.rpartition(":")[2], from_file(spec))
-    return Reward(Path(spec).name, extra("reward_model").load(spec, device))
+    return Reward(Path(spec).name, load_reward_model(spec, device))
 
 
 # --- user code ----------------------------------------------------------------------------------------------
@@ -281,3 +280,51 @@ def score_by_name(
         total = combine_rewards(table, torch.tensor(weights)).tolist()
         named["reward"] = [None if math.isnan(value) else value for value in total]
     return named
+
+
+# --- reward models ----------------------------------------------------------------------------------------------
+
+
+def load_reward_model(name: str, device: torch.device) -> Callable[..., list[float]]:
+    """The reward function of a model. Raises UserError if it cannot be loaded.
+
+    An AutoModelForSequenceClassification with one label scores the whole text, prompt and completion.
+    """
+    import transformers
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        # False rather than unset: transformers would prompt for running the model's own code.
+        load = AutoModelForSequenceClassification.from_pretrained
+        model, found = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
+        # Of an adapter, the keys are its own: it brings a head, or its base has one.
+        outside = [name for name, _ in model.named_modules() if not name.startswith(model.base_model_prefix)]
+        headed = "modules_to_save" in str(outside) or "SequenceClassification" in str(
+            model.config.architectures
+        )
+        if found["missing_keys"] or (hasattr(model, "peft_config") and not headed):
+            raise ValueError(
+                "it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
+        raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None
+
+    model = model.to(device).eval()
+
+    @torch.no_grad()
+    def reward_model(prompts: list, completions: list[Completion], **columns: Any) -> list[float]:
+        scores = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            if isinstance(prompt, str):
+                ids = tokenizer(prompt + completion, return_tensors="pt").input_ids
+            else:
+                text = tokenizer.apply_chat_template(prompt + completion, tokenize=False)
+                ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            scores.append(model(input_ids=ids.to(device)).logits[0, 0].item())
+        return scores
+
+    return reward_model

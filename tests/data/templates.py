@@ -4,7 +4,7 @@ as text."""
 from functools import cache, partial
 
 from common.data.chat import read_chat_template
-from common.extras.tokenizer import train_bpe
+from common.data.tokenizer import train_bpe
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast

@@ -17,10 +17,10 @@ from common.data import cache, encode
 from common.data.cache import make_job, tokenize
 from common.data.encode import Job
 from common.data.sources import Source
+from common.data.tokenizer import train_tokenizer
 from common.data.tokens import tokenize_documents, tokenize_messages
 from common.data.types import BadRow, Row, whole
 from common.errors import UserError
-from common.extras.tokenizer import train_tokenizer
 import numpy as np
 import pytest
 

@@ -3,11 +3,10 @@ one line."""
 
 from common.args import CommonArgs
 from common.collators import Window
-from common.data import BadRow, chunk, drop_turns, load_data, pack, truncate, whole
+from common.data import BadRow, chunk, drop_turns, load_data, pack, stream, truncate, whole
 from common.data.encode import CHUNK, Job, agree, check_sequence, encode_all
 from common.data.types import RESERVED, Row
 from common.errors import UserError
-from common.extras import stream
 import numpy as np
 import pytest
 import torch

@@ -4,8 +4,8 @@ same."""
 import time
 
 from common.data.examples import best_fit, chunk, pack
+from common.data.token_budget import balance
 from common.errors import UserError
-from common.extras.token_budget import balance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

@@ -11,6 +11,7 @@ from common.data import (
     load_data,
     load_prompts,
     pack,
+    stream,
     tokenize_chat,
     tokenize_completion,
     tokenize_messages,
@@ -18,7 +19,6 @@ from common.data import (
 )
 from common.data.tokens import tokenize_documents
 from common.errors import UserError
-from common.extras import stream
 import pytest
 
 from tests.data.rows import alone, arguments, base_tokenizer, ids, jsonl

@@ -3,10 +3,9 @@ asked."""
 
 from collections import Counter
 
-from common.data.order import BANDS, Order, Shuffled, drop_turns, shares
+from common.data.order import BANDS, Order, Shuffled, drop_turns, shares, shorten
 from common.data.types import whole
 from common.errors import UserError
-from common.extras.turn_dropping import shorten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

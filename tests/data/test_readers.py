@@ -6,10 +6,9 @@ import json
 import re
 import tracemalloc
 
-from common.data import as_chat, sources
+from common.data import as_chat, sources, tables
 from common.data.sources import Source, identity, read_rows
 from common.errors import UserError
-from common.extras import tables
 import pytest
 
 from tests.data.rows import CHAT, columns, found, jsonl, line, texts, write

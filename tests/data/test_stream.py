@@ -6,16 +6,16 @@ from pathlib import Path
 
 from common.args import CommonArgs
 from common.collators import Windows
+from common.data import stream as streams
 from common.data.encode import Job
 from common.data.examples import chunk, pack
 from common.data.load import load_data
 from common.data.order import drop_turns, shares
 from common.data.sources import Source, read_rows
+from common.data.stream import Stream
 from common.data.tokens import tokenize_documents
 from common.data.types import BadRow
 from common.errors import UserError
-from common.extras import stream as streams
-from common.extras.stream import Stream
 import numpy as np
 import pytest
 

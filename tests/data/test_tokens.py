@@ -7,6 +7,7 @@ import copy
 from itertools import pairwise
 
 from common.data.chat import read_chat_template, stop_token_ids
+from common.data.tokenizer import train_bpe
 from common.data.tokens import (
     show_trained,
     tokenize_completion,
@@ -21,7 +22,6 @@ from common.data.tokens import (
 )
 from common.data.types import BadRow
 from common.errors import UserError
-from common.extras.tokenizer import train_bpe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 import numpy as np

@@ -6,8 +6,7 @@ import functools
 
 from common import collators
 from common.collators import flat_batch, split_row
-from common.extras import varlen
-from common.model import attention
+from common.model import attention, varlen
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
 from common.model.lm_head import logits_of

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.extras.cuda_graph import completions_at_once
-from common.extras.experts import add_experts
-from common.extras.mfu import peak_flops
-from common.extras.varlen import Ragged
 from common.model import attention
+from common.model.experts import add_experts
+from common.model.varlen import Ragged
 from common.model.wrap import wrap
-from common.sampling.generate import FlatDecoder, generating
+from common.run.parts.mfu import peak_flops
+from common.sampling.generate import FlatDecoder, Way, at_once, generating
+from common.sampling.kv_cache import CACHED
 import numpy as np
 import pytest
 import torch
@@ -85,10 +85,12 @@ def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
         num_hidden_layers=28, num_key_value_heads=8, head_dim=128, vocab_size=151936
     )
     weight = SimpleNamespace(device=CUDA, dtype=torch.bfloat16)
-    lm = SimpleNamespace(config=config, get_input_embeddings=lambda: SimpleNamespace(weight=weight))
-    assert completions_at_once(lm, tokens) in wanted
+    embedding = SimpleNamespace(weight=weight)
+    lm = SimpleNamespace(config=config, device=CUDA, get_input_embeddings=lambda: embedding)
+    model, way = SimpleNamespace(lm=lm), Way(FlatDecoder, CACHED)
+    assert at_once(model, way, tokens) in wanted
     lm.config = transformers.Gemma4TextConfig()  # whose layers have heads of two sizes
-    assert completions_at_once(lm, tokens) >= 128
+    assert at_once(model, way, tokens) >= 128
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):

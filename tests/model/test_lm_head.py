@@ -6,13 +6,12 @@ import shutil
 from types import SimpleNamespace
 
 from common.collators import flat_batch
-from common.extras import compiled_head
-from common.extras.dry_run import Live
-from common.model import fused_head
+from common.model import compiled_head, fused_head
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
 from common.model.lm_head import log_probs, weighted_nll
 from common.model.wrap import wrap
+from common.run.dry_run import Live
 import pytest
 import torch
 from torch import nn

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.errors import UserError
-from common.extras.lora import START, adapter_config, add_lora, at_start, write_adapter
 from common.model.flat_model import FlatModel
 from common.model.load import grow_embedding, load_pretrained
+from common.model.lora import START, adapter_config, add_lora, at_start, write_adapter
 from common.model.reference import Reference
 from common.model.wrap import wrap
 import pytest

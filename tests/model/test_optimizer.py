@@ -7,9 +7,9 @@ import importlib.util
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras.dry_run import moments_bytes
 from common.model import FlatModel
 from common.model.optimizer import check_optimizer, make_optimizer, schedule, set_lr
+from common.run.dry_run import moments_bytes
 import pytest
 import torch
 from torch import nn

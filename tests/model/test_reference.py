@@ -7,8 +7,8 @@ from common.collators import flat_batch
 from common.data.encode import Layout
 from common.data.examples import Examples, TokenFile
 from common.data.sources import Source
-from common.extras.lora import add_lora
 from common.model.load import load_pretrained
+from common.model.lora import add_lora
 from common.model.reference import Reference, load_reference
 import numpy as np
 import pytest

@@ -9,9 +9,9 @@ import sys
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras.lora import add_lora
-from common.extras.merge import merge_adapter, policy_writer
 from common.model.load import load_pretrained
+from common.model.lora import add_lora
+from common.model.merge import merge_adapter, policy_writer
 from common.model.save import EXTRA
 from common.model.wrap import wrap
 from common.run.checkpoint import load_extra

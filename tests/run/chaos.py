@@ -21,7 +21,7 @@ from typing import Any
 from tests.conftest import demo, module_of  # isort: skip  (before torch: threads, folder)
 from accelerate import Accelerator
 from common.command_line import launch
-from common.extras import stream
+from common.data import stream
 from common.model import FlatModel
 from common.run.metrics import Metrics
 from common.run.retry import Retry
@@ -99,7 +99,7 @@ def watch(moments: Moments, script: Any, epoch: int) -> None:
         for name in names:
             moments.around(owner, name, "save")
     moments.around(importlib.import_module("common.run.checkpoint"), "prune", "prune")
-    moments.around(importlib.import_module("common.extras.report"), "write_page", "page")
+    moments.around(importlib.import_module("common.run.parts.report"), "write_page", "page")
 
     append, compute = Metrics.append, Retry.__call__
 

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType, ParallelismConfig
 from common.errors import UserError
-from common.extras.sharded import check_shared_disk
 from common.run.launch import refuse_launch
+from common.run.sharded import check_shared_disk
 import pytest
 import yaml
 

@@ -6,8 +6,8 @@ import resource
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
-from common.extras.report import lines
 from common.run.metrics import Metrics
+from common.run.parts.report import lines
 import pytest
 import torch
 

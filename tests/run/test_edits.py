@@ -20,7 +20,7 @@ OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
 PREPARE = (
     "    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run\n"
 )
-LOOP = "    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends\n"
+LOOP = "    for step in run.steps(last=len(windows)):\n"
 STEP = "            optimizer.step()\n"
 IMPORT = "import math\n"
 HEAD = '    model.extra["head"] = torch.nn.Linear(8, 8)\n'

@@ -3,8 +3,8 @@
 from types import SimpleNamespace
 
 from common.errors import UserError
-from common.extras.mfu import flops_per_token, mfu_per_token
 from common.model.wrap import wrap
+from common.run.parts.mfu import flops_per_token, mfu_per_token
 import pytest
 import torch
 import transformers

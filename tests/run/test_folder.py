@@ -224,7 +224,7 @@ def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
     tokenizer, a base; with --save_best what its evaluations are of."""
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "plainloop_points", raising=False)
-    monkeypatch.setattr("common.extras.stream.BLOCK_ROWS", 9)
+    monkeypatch.setattr("common.data.stream.BLOCK_ROWS", 9)
     shutil.copytree(BASE, tmp_path / "model")
     shutil.copy(BASE / "chat_template.jinja", tmp_path / "mine.jinja")
     rows = (ROOT / "data/sft/train.jsonl").read_bytes().splitlines(True)[:20]

@@ -3,10 +3,10 @@ of noise."""
 
 from common.collators import flat_batch
 from common.data.types import whole
-from common.extras.dry_run import Live
 from common.losses import nll
 from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
+from common.run.dry_run import Live
 from common.sampling.generate import sample
 import numpy as np
 import pytest

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from common.extras import stream as streams
+from common.data import stream as streams
 from common.run import run as module
 from common.run.folder import checkpoints
 import pytest

@@ -7,11 +7,11 @@ from pathlib import Path
 import signal
 import time
 
+from common import START
 from common.args import CommonArgs
-from common.extras.clock import START, Clock
 from common.run.folder import checkpoints
 from common.run.retry import Retry
-from common.run.signals import EXIT_CODE
+from common.run.signals import EXIT_CODE, Clock
 import psutil
 import pytest
 from safetensors.torch import load_file

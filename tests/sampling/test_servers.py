@@ -7,11 +7,10 @@ from pathlib import Path
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import OutsideError, UserError
-from common.extras import vllm
-from common.extras.lora import add_lora
-from common.extras.vllm import RolloutServers, request_seed
+from common.model.lora import add_lora
 from common.model.wrap import wrap
-from common.sampling import sample
+from common.sampling import sample, vllm
+from common.sampling.vllm import RolloutServers, request_seed
 import pytest
 import torch
 

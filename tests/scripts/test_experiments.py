@@ -16,8 +16,8 @@ GALLERY = (FOLDER / "README.md").read_text()
 ENTRY = re.compile(
     r"^\| `train_(\w+)\.py` \|.*\| `((?:experiments/)?train_\w+\.py)` \| \+(\d+) −(\d+) \|", re.M
 )
-# lines that an experiment may add and remove, by its parent; 185 of the others
-LARGEST = {"train_grpo.py": 380}
+# lines that an experiment may add and remove, by its parent; 215 of the others
+LARGEST = {"train_grpo.py": 445}
 
 
 def test_the_gallery_says_how_much_each_experiment_changes():
@@ -29,7 +29,7 @@ def test_the_gallery_says_how_much_each_experiment_changes():
             ["diff", parent, f"experiments/train_{name}.py"], capture_output=True, text=True, cwd=ROOT
         )
         changed = [len(re.findall(f"^{sign}", diff.stdout, re.M)) for sign in "><"]
-        assert changed == [int(number) for number in said] and sum(changed) <= LARGEST.get(parent, 185), (
+        assert changed == [int(number) for number in said] and sum(changed) <= LARGEST.get(parent, 215), (
             name,
             changed,
         )

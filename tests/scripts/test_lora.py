@@ -3,7 +3,7 @@
 import json
 import shutil
 
-from common.extras.merge import merge_adapter
+from common.model.merge import merge_adapter
 import pytest
 from safetensors.torch import load_file
 import torch

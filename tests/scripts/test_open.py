@@ -28,7 +28,7 @@ COMMON += [
     "--num_samples",
     "0",
 ]
-BLOCKS = "import common.extras.stream\ncommon.extras.stream.BLOCK_ROWS = {}\n"  # of a stream: all rows
+BLOCKS = "import common.data.stream\ncommon.data.stream.BLOCK_ROWS = {}\n"  # of a stream: all rows
 KILL = """        if step == 3 and not os.path.exists(args.output_dir + "/killed"):
             open(args.output_dir + "/killed", "w").close()
             os.kill(os.getpid(), signal.SIGKILL)

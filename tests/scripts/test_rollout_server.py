@@ -7,8 +7,8 @@ import sys
 import time
 
 from common.errors import UserError
-from common.extras.vllm import request_seed
 from common.run.folder import checkpoints
+from common.sampling.vllm import request_seed
 import pytest
 from safetensors.torch import load_file
 import torch

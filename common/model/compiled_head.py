@@ -1,0 +1,56 @@
+"""The LM head's softmax for large vocabularies on a GPU: compiled, it passes over the logits three times."""
+
+import functools
+from typing import Any
+
+from common.errors import say
+from common.memory import is_oom
+from common.model.logit_transform import LogitTransform, apply_
+import torch
+from torch import Tensor
+
+works = True  # until the compiler has failed
+
+
+def softmax(out: Tensor | None, logits: Tensor, tokens: Tensor, *how: Any) -> tuple[Tensor, Tensor] | None:
+    """`plain_softmax`, compiled; None for a single row, and if there is no compiler, or one that fails."""
+    global works
+    if not works or len(logits) == 1:
+        return None
+    try:
+        return compiled()(out, logits, tokens.clone(), *how)
+    except Exception as error:
+        if is_oom(error):
+            raise
+        works = False
+        say(f"the loss head is not compiled: {type(error).__name__}: {error}"[:200])
+
+
+def plain_softmax(
+    out: Tensor | None, logits: Tensor, tokens: Tensor, transform: LogitTransform, normalize: bool
+) -> tuple:
+    """fused_head's softmax of a chunk, with stats: scores and factor. The derivative goes to out (n, V) if
+    given."""
+    logits = logits.clone()
+    inner = apply_(transform, logits, gradient=True)
+    largest, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, tokens[:, None])
+    exponentials = (logits - largest).exp()
+    total = exponentials.sum(-1, keepdim=True)
+    log_total = total.log()
+    entropy = log_total - ((logits - largest) * exponentials).sum(-1, keepdim=True) / total
+    scores = torch.cat([chosen - largest - log_total, entropy, chosen >= largest], 1)
+    if out is not None:
+        is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
+        derivative = torch.where(is_token, exponentials - total, exponentials)
+        if normalize:
+            derivative, total = derivative / total, torch.ones_like(total)
+        out.copy_(derivative if inner is None else derivative * inner)
+    return scores.t(), (-transform.scale / total)[:, 0]
+
+
+@functools.cache
+def compiled() -> Any:
+    """plain_softmax, compiled: at its first use, since some versions of Python refuse it. One graph is for
+    all numbers of rows (but 1) and, as tokens are copied, for all chunks of a row: beyond 8 graphs it would
+    no longer be compiled."""
+    return torch.compile(plain_softmax, dynamic=True)

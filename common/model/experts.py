@@ -1,0 +1,267 @@
+"""Mixtures of experts: load balancing, and its metrics.
+
+Over the T tokens of a window (all micro-batches of all processes), let f_e be the share of tokens that a
+layer routes to expert e and P_e the mean of its router's probability of e (a softmax, also for routers that
+choose by sigmoids), then
+
+    load-balancing loss = E · Σ_e f_e · P_e, averaged over the layers    (Fedus et al. 2021, arXiv 2101.03961, eq. 4-6)
+
+scaled as in transformers, where `router_aux_loss_coef` multiplies it: with a perfectly balanced layer it
+equals the number of experts per token. transformers averages f and P over the layers before multiplying them,
+so that layers may favour different experts at no cost; here each layer is balanced (benchmarks/moe.py has
+figures).
+
+Every token of every sequence counts once, trained or not; tokens of a shared prefix count once for each of
+its sequences, so that the result does not depend on how a window is split. f_e has no gradient, so each
+micro-batch adds `E/T · Σ f_e · p_e`, a sum over its tokens, once f_e is known for the whole window. The first
+micro-batch is counted during its own pass; each other one of a process costs a forward pass without gradient.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import functools
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+from accelerate import Accelerator
+from common.args import CommonArgs
+from common.collators import Batch, Window
+from common.errors import UserError, say
+from common.memory import compute_dtype, finest_dtype, to_device
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# Config names of the number of experts, and of the number of experts per token.
+NUMBERS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN = ("num_experts_per_tok", "moe_top_k", "top_k_experts")
+
+
+def expert_modules(lm: nn.Module) -> list[nn.Module]:
+    """The module of each MoE layer that holds all its experts."""
+    return [module for name, module in lm.named_modules() if name.endswith(".experts")]
+
+
+def routing_size(lm: nn.Module) -> tuple[int, int] | None:
+    """(experts per layer, experts per token) of a mixture of experts that exposes its routing; else None."""
+    config, recorded = lm.config.get_text_config(), getattr(lm.base_model, "_can_record_outputs", None) or {}
+    # Doge's config counts experts even for a dense model
+    if "router_logits" not in recorded or not expert_modules(lm):
+        return None
+    found = (
+        next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN)
+    )
+    experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list has one number per layer
+    return (experts, chosen) if experts and chosen else None
+
+
+def idle_parameters(lm: nn.Module) -> float:
+    """How many of the experts' parameters a token does not use."""
+    if (size := routing_size(lm)) is None:
+        return 0.0
+    experts, chosen = size
+    return (1 - chosen / experts) * sum(
+        p.numel() for module in expert_modules(lm) for p in module.parameters()
+    )
+
+
+def mixtral_config(
+    shape: dict[str, Any], num_experts: int, chosen: int, width: int | None
+) -> "PreTrainedConfig":
+    """A Llama-type configuration, whose MLPs become mixtures of experts. chosen: experts of a token; width:
+    of an expert, by default such that those of a token are together as wide as the MLP would be."""
+    from transformers import LlamaConfig, MixtralConfig
+
+    if chosen > num_experts:
+        raise UserError(f"--num_experts_per_tok {chosen}: there are only {num_experts} (--num_experts)")
+    shape = shape | {"intermediate_size": width or math.ceil(shape["intermediate_size"] / chosen / 32) * 32}
+    rope = LlamaConfig().rope_parameters  # Mixtral's defaults are for 32k tokens
+    return MixtralConfig(
+        **shape, num_local_experts=num_experts, num_experts_per_tok=chosen, rope_parameters=rope
+    )
+
+
+class Experts:
+    """The routing of a model's tokens, one window at a time.
+
+    Call `begin`, then run the passes with gradient (the model calls `add` for each), then `finish`; or
+    `give_up`.
+    """
+
+    def __init__(self, lm: nn.Module, aux_coef: float = 0.0):
+        """lm: the transformers model, a mixture of experts."""
+        E, self.chosen_experts = routing_size(lm)
+        self.shape = len(expert_modules(lm)), E  # (L, E)
+        self.aux_coef = aux_coef
+        # whether routers return probabilities rather than logits: Gemma 4
+        self.shows_probabilities: bool | None = None
+        self.watches = False  # whether the current pass belongs to a window
+        self.counting = False  # whether the current pass only counts, without gradient
+        self.agreed = True  # whether the whole window's counts are known to all processes
+        # for each layer, the experts that each token of the current pass chose
+        self.heard: list[Tensor] | None = None
+        for module in expert_modules(lm):
+            module.register_forward_pre_hook(self._hear, with_kwargs=True)
+
+    def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.heard is not None:  # otherwise sampling, or a recomputed block
+            found = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+            self.heard += [x for x in found if not x.is_floating_point() and x.dim() == 2][:1]
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[list[Tensor]]:
+        """Collect the experts chosen in each layer while the context is active."""
+        self.heard = heard = []
+        try:
+            yield heard
+        finally:
+            self.heard = None
+
+    def begin(self, accelerator: Accelerator, model: nn.Module, window: Window) -> None:
+        """Start a window. Called on every process. With a load-balancing loss, runs all micro-batches but the
+        first through the model (as prepared) to count."""
+        self.accelerator, self.device = accelerator, accelerator.device
+        self.watches, self.calls, self.num_calls = True, 0, len(window)
+        self.agreed = not self.aux_coef
+        self.own_tokens = sum(len(sequence["input_ids"]) for sequence in window.sequences)
+        self.tokens = None
+        self.counts = self.probabilities = self.load = None
+        self.counted = None  # (L, E), over the micro-batches after the first
+        if not self.aux_coef or len(window) == 1:
+            return
+        self.counting = True
+        devices = [self.device] if self.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices), torch.no_grad(), accelerator.autocast():
+                for batch in itertools.islice(window, 1, None):
+                    model(batch)
+        finally:
+            self.counting = False
+
+    def add(self, batch: Batch, logits: tuple[Tensor, ...], chosen: list[Tensor]) -> Tensor:
+        """Record a pass over a micro-batch. Returns its addition to the loss, ().
+
+        logits (T, E) and chosen (T, k) of each layer.
+        """
+        weights, self.shape = _token_weights(batch), (len(logits), logits[0].shape[-1])  # (T,)
+        if self.shows_probabilities is None:  # checked once, because it synchronises with the device
+            sums, least = logits[0].detach().float().sum(-1), logits[0].detach().min()
+            self.shows_probabilities = bool(((sums - 1).abs() < 0.02).all() & (least >= 0))
+        if self.shows_probabilities:
+            logits = tuple(x.float().clamp(min=1e-30).log() for x in logits)
+        if len(chosen) != len(logits):
+            chosen = [x.topk(self.chosen_experts, dim=-1).indices for x in logits]
+        # (L, E)
+        counts = torch.stack([_count(c, weights, x.shape[-1]) for c, x in zip(chosen, logits, strict=True)])
+        if self.counting:
+            self.counted = counts + (0 if self.counted is None else self.counted)
+            return weights.new_zeros(())
+        self.calls += 1
+        if not self.agreed:
+            self._exchange(counts if self.counted is None else counts + self.counted)
+        # (L, E)
+        probabilities = torch.stack([(weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits])
+        self.counts = counts if self.counts is None else self.counts + counts
+        known = probabilities.detach().to(counts.dtype)
+        self.probabilities = known if self.probabilities is None else self.probabilities + known
+        if not self.aux_coef:
+            return weights.new_zeros(())
+        T, (L, E) = self.tokens.clamp(min=1).float(), counts.shape
+        return self.aux_coef * E / L * (self.load.float() / T * probabilities).sum() / T
+
+    def _exchange(self, load: Tensor) -> None:
+        """Sum this process's counts (L, E) of the window, and its tokens, over all processes."""
+        both = torch.cat([load.flatten(), load.new_full((1,), self.own_tokens)])
+        both = self.accelerator.reduce(both, "sum")
+        self.load, self.tokens, self.agreed = both[:-1].view(load.shape), both[-1], True
+
+    def give_up(self) -> None:
+        """Abandon the window before it is restarted for lack of memory. Sends this process's counts if the
+        others may still wait for them."""
+        self.watches = False
+        if not self.agreed:
+            self._exchange(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
+
+    @torch.no_grad()
+    def finish(self) -> dict[str, Tensor]:
+        """End the window; returns its metrics, the same on each process. Raises ValueError if the loss needs
+        it and the script did not call the model with gradient exactly once per micro-batch."""
+        self.watches = False
+        if self.aux_coef and self.calls != self.num_calls:
+            raise ValueError(
+                f"{self.calls} calls of the model with gradient on {self.num_calls} micro-batches: expected one each"
+            )
+        if self.counts is None:  # a script that does not train the model
+            return {}
+        L, E = self.counts.shape
+        tokens = self.counts.new_full((1,), self.own_tokens)
+        sums = self.accelerator.reduce(
+            torch.cat([self.counts.flatten(), self.probabilities.flatten(), tokens]), "sum"
+        )
+        (self.counts, probabilities), T = sums[:-1].view(2, L, E), sums[-1].clamp(min=1)
+        mean = self.counts.mean(-1, keepdim=True).clamp(min=1e-9)
+        return {
+            "moe/aux_loss": E / L * (self.counts / T * probabilities / T).sum(),
+            "moe/max_load": (self.counts / mean).max(),
+            "moe/unused_experts": (self.counts == 0).to(self.counts.dtype).mean(),
+        }
+
+
+def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
+    """Expert balancing for a transformers model, by the flag, or else by its config; None for a model without
+    experts.
+
+    Raises UserError for the flag if the model has no experts.
+    """
+    config, size, aux_coef = lm.config.get_text_config(), routing_size(lm), args.router_aux_loss_coef
+    if size is None:
+        if aux_coef:
+            raise UserError(
+                f"--router_aux_loss_coef: {type(lm).__name__} is no mixture of experts, or hides its routing"
+            )
+        return None
+    if aux_coef is None:
+        known = getattr(config, "router_aux_loss_coef", None) or 0.0
+        aux_coef = known if getattr(config, "output_router_logits", False) else 0.0
+    layers = len(expert_modules(lm))
+    follow_autocast()
+    say(
+        f"experts: {size[0]} in each of {layers} layers, {size[1]} for each token; {aux_coef:g} · load-balancing loss"
+    )
+    return Experts(lm, aux_coef)
+
+
+@functools.cache
+def follow_autocast() -> None:
+    """Let transformers' products of all experts at once follow autocast, which PyTorch's do not: in float32 a
+    GPU has no kernel for them, but one product after another, and waits for the host before each layer."""
+    from transformers.integrations import moe
+
+    stock = moe._grouped_mm
+
+    def grouped_mm(x: Tensor, weight: Tensor, *offsets: Tensor, **named: Tensor) -> Tensor:
+        return stock(x, weight.to(compute_dtype(weight)), *offsets, **named)  # which casts x
+
+    moe._grouped_mm = grouped_mm
+
+
+def _token_weights(batch: Batch) -> Tensor:
+    """The number of sequence tokens that each token of the flat row represents, (T,) float32; 0 in a
+    filler."""
+    T, shown = batch["input_ids"].shape[1], batch["sequence_mask"][0]
+    if batch["token_map"] is None:
+        return shown.expand(T)
+    times = np.bincount(batch["token_map"], minlength=T).astype(np.float32)
+    return to_device(times, shown.device) * shown
+
+
+def _count(chosen: Tensor, weights: Tensor, E: int) -> Tensor:
+    """The number of tokens that chose each expert, (E,); chosen (T, k)."""
+    weights = weights.to(finest_dtype(weights.device))
+    return weights.new_zeros(E).index_add_(
+        0, chosen.flatten().long(), weights.repeat_interleave(chosen.shape[-1])
+    )

@@ -1,0 +1,245 @@
+"""LoRA: a frozen model with small trained adapters (Hu et al. 2021, arXiv 2106.09685), using peft.
+
+A run with --use_peft starts from a model, which gets a new adapter, or from an adapter, which is trained
+further: its base stays the one it names, so that the result can be loaded again. A frozen copy of the
+starting adapter is kept under the name START: the reference of DPO and GRPO. Tokens that the tokenizer has
+but the base does not know are trained, too.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+import contextlib
+import logging
+from pathlib import Path
+import re
+from types import MethodType, ModuleType
+from typing import TYPE_CHECKING, Any
+import warnings
+
+from common.args import CommonArgs
+from common.errors import UserError
+from common.model.files import hub_errors
+from common.model.flat_model import FlatModel
+import torch
+from torch import Tensor, nn
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+# adapter names within a model: the trained one, and its frozen starting point
+TRAINED, START = "default", "start"
+# Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read
+# these weights directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
+MIXER = ("out_proj", "conv1d")
+UNFIT = dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"), MIXER)
+UNFIT |= dict.fromkeys(("mamba", "falcon_mamba"), (*MIXER, "x_proj", "dt_proj"))
+UNFIT |= {"jamba": ("dt_proj",), "deepseek_v4": ("o_a_proj",)}
+GATE = r"(.*\.)?(gate|router|shared_expert_gate)(\..*)?"  # the modules that choose the experts
+
+
+def adapter_config(adapter: str | Path, revision: str | None = None) -> "LoraConfig":
+    """The settings of an adapter, including its base. Raises UserError if it is not a LoRA adapter."""
+    peft = import_peft(f"the adapter {adapter}")
+    with hub_errors("adapter", str(adapter)):
+        config = peft.PeftConfig.from_pretrained(str(adapter), revision=revision)
+    if not isinstance(config, peft.LoraConfig) or config.task_type not in (None, "CAUSAL_LM"):
+        kind = f"{config.peft_type} adapter ({config.task_type or 'of any model'})"
+        raise UserError(f"{adapter} is a {kind}: only LoRA of causal language models is known here")
+    return config
+
+
+def add_lora(
+    args: CommonArgs,
+    model: FlatModel,
+    checkpoint: str | Path | None = None,
+    *,
+    start: str | Path | None = None,
+    new_tokens: Sequence[int] = (),
+) -> FlatModel:
+    """Freeze the model and add LoRA adapters: those of a checkpoint, those of the adapter `start`, or new
+    ones.
+
+    start: the adapter that the run started from, with the model as its base; a frozen copy is kept as START.
+    new_tokens: ids unknown to the base, whose rows in the embedding and the head are trained. Raises
+    UserError without peft, for layers that do not exist, and for new tokens beside `start`.
+    """
+    peft = import_peft("--use_peft")
+    base = model.lm.config._name_or_path
+    if start is not None and new_tokens:
+        raise UserError(
+            f"the adapter {start} knows nothing of {len(new_tokens)} of the tokens: merge it (tools.merge_lora) first"
+        )
+    try:
+        if checkpoint is None and start is None:
+            lm = peft.get_peft_model(
+                model.lm, _new_config(args, model.lm, new_tokens), revision=args.model_revision
+            )
+        else:
+            lm = peft.PeftModel.from_pretrained(model.lm, checkpoint or start, is_trainable=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        flags = (
+            "--lora_target_modules, --lora_dropout or --use_dora" if start is None else f"the adapter {start}"
+        )
+        raise UserError(f"{flags}: {reason}") from None
+    if args.merge_lora:
+        check_mergeable(lm)
+        if getattr(model.lm.config, "quantization_config", None) and not (
+            args.load_in_4bit or args.load_in_8bit
+        ):
+            raise UserError(
+                f"--merge_lora: {base} is quantised: merge later, by tools.merge_lora with --base THE_MODEL"
+            )
+    if start is not None:
+        lm.load_adapter(str(start), START)
+        lm.set_adapter(TRAINED)  # before peft 0.21, loading another adapter freezes this one
+    for config in lm.peft_config.values():  # so that a local base is found from any folder
+        config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    _use_token_rows(lm)
+    return FlatModel(lm, padded=model.padded)
+
+
+def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
+    """Write the trained adapter of a peft model, with what `generate()` needs to know."""
+    only_rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # of the embedding
+    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if only_rows else "auto"}
+    lm.save_pretrained(folder, state_dict=weights, **options)
+    lm.get_base_model().generation_config.save_pretrained(folder)
+
+
+def check_mergeable(lm: nn.Module) -> None:
+    """Raise UserError if an adapter's weight is another layer's, too, which merging would change as well:
+    Zamba2's shared blocks, an embedding with a tied head."""
+    layers = Counter(id(weight) for module in lm.modules() for weight in module._parameters.values())
+    for name, module in lm.named_modules():
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):  # parameter_name: of stacked experts
+            weight = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
+            if layers[id(weight)] > 1:
+                others = "others can: --lora_target_modules"
+                raise UserError(
+                    f"{name} shares its weight with another layer: its adapter cannot be merged ({others})"
+                )
+
+
+def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
+    """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of
+    experts."""
+    peft, wanted = import_peft("--use_peft"), args.lora_target_modules
+    everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
+    unfit = UNFIT.get(lm.config.model_type, ())
+    if not everything and (named := [name for name in wanted if name in unfit]):
+        raise UserError(
+            f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}"
+        )
+    left_out = [rf".*\.{name}" for name in unfit]
+    decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
+    head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")
+    linear = [
+        name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head
+    ]
+    if not all(name.startswith(prefix) for name in linear):  # a vision or audio tower
+        left_out.append(rf"(?!{re.escape(prefix)}\.).*")
+    if everything and any("experts" in name.split(".") for name in names.values()):
+        left_out.append(GATE)
+    config = peft.LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        use_dora=args.use_dora,
+        use_rslora=args.use_rslora,
+        target_modules="all-linear" if everything else wanted,
+        exclude_modules="|".join(left_out) or None,
+        trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,
+        task_type="CAUSAL_LM",
+    )
+    # where peft adapts experts that are one parameter, keep it from adapting the router's as well
+    if everything:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
+
+        convert(config, lm, None)
+        config.target_parameters = {
+            name for name in config.target_parameters or () if not re.fullmatch(GATE, name)
+        }
+    return config
+
+
+def import_peft(needed_for: str) -> ModuleType:
+    # imported by peft; it warns about a kernel that is not needed
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # transformers' warning to peft, and one of peft about patterns that others of its patterns serve.
+    warnings.filterwarnings("ignore", ".*(is_gradient_checkpointing|_pattern keys did not match)")
+    try:
+        import peft
+    except ImportError:
+        raise UserError(f"{needed_for} needs peft: pip install peft") from None
+    return peft
+
+
+# --- the adapter at the start -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def at_start(lm: nn.Module) -> Iterator[None]:
+    """Context in which the model is as it was at the start: with the adapter it started from, or with none.
+
+    The trained adapter keeps requires_grad: peft's set_adapter would change it, which DDP and FSDP do not
+    expect.
+    """
+    if START not in lm.peft_config:
+        with lm.disable_adapter():
+            yield
+        return
+    active = [
+        (module, module._active_adapter) for module in lm.modules() if hasattr(module, "_active_adapter")
+    ]
+    try:
+        for module, _ in active:
+            module._active_adapter = [START]
+        yield
+    finally:
+        for module, names in active:
+            module._active_adapter = names
+
+
+# --- rows of the embedding ----------------------------------------------------------------------------------
+
+
+def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[int]]:
+    """For peft: the ids of trained rows, for the embedding and, unless it is tied, the head."""
+    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        raise UserError(
+            f"{len(new_tokens)} new tokens: of the head of {type(lm).__name__}, which has a bias, peft trains no rows"
+        )
+    layers = [embedding] if head.weight is embedding.weight else [embedding, head]
+    names = {id(module): name for name, module in lm.named_modules()}
+    return {names[id(layer)]: sorted(new_tokens) for layer in layers}
+
+
+def _use_token_rows(lm: nn.Module) -> None:
+    """Substitute trained rows into the layer's output: peft would copy the whole matrix at every call."""
+    for module in lm.modules():
+        if type(module).__name__ == "TrainableTokensLayer":
+            module.forward_adapters = MethodType(_forward_with_rows, module)
+
+
+def _forward_with_rows(
+    self: nn.Module, x: Tensor, active_adapters: list[str], *args: Any, **kwargs: Any
+) -> Tensor:
+    out = self.base_layer(x, *args, **kwargs)
+    if self.disable_adapters or not active_adapters or self.merged:
+        return out
+    (adapter,) = active_adapters
+    rows, ids = (
+        self.trainable_tokens_delta[adapter],
+        torch.tensor(self.token_indices[adapter], device=x.device),
+    )
+    if isinstance(self.base_layer, nn.Embedding):
+        order = ids.argsort()
+        row = order[torch.searchsorted(ids[order], x).clamp(max=len(ids) - 1)]
+        own = F.embedding(row, rows)
+        if (scale := getattr(self.base_layer, "embed_scale", None)) is not None:  # Gemma
+            own = own * torch.as_tensor(scale).to(own.dtype)
+        return torch.where((ids[row] == x)[..., None], own.to(out.dtype), out)
+    return out.index_copy(-1, ids, F.linear(x, rows.to(x.dtype)).to(out.dtype))

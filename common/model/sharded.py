@@ -1,0 +1,61 @@
+"""The weights of a model that FSDP2 or ZeRO-3 shards, gathered: to be written, and to sample."""
+
+from collections.abc import Iterator
+import contextlib
+
+from accelerate import Accelerator
+import torch
+from torch import nn
+
+
+def gather_sharded(accelerator: Accelerator, model: nn.Module, only_trained: bool) -> dict[str, torch.Tensor]:
+    """All weights, or at least the trained ones, on the main process; {} on the others. Called on every
+    process."""
+    if only_trained and accelerator.is_fsdp2:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(
+            accelerator.unwrap_model(model, keep_torch_compile=False), options=options
+        )
+    return accelerator.get_state_dict(model) or {}
+
+
+@contextlib.contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Context in which each process holds all weights that FSDP2 or DeepSpeed's ZeRO-3 shards, and may call
+    the language model on its own.
+
+    All processes enter it together, and each needs memory for the whole model. Changes to the weights are
+    lost.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    zero = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    for part in parts:
+        part.unshard()
+    # Their hooks would reshard each block after its call, and would plan prefetching in the next backward
+    # pass from these calls, whose number differs between processes.
+    hooked = list(model.modules()) if zero else parts
+    hooks = [
+        (kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)
+    ]
+    for kind, _ in hooks:
+        kind.clear()
+    try:
+        with _zero_gathered(zero):
+            yield
+    finally:
+        for kind, kept in hooks:
+            kind.update(kept)
+        for part in parts:
+            part.reshard()
+
+
+def _zero_gathered(parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager:
+    if not parameters:
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(parameters)

@@ -1,0 +1,198 @@
+"""Sampling from models whose attention cannot be replaced, or whose layers keep a state.
+
+They are sampled from with transformers' cache; without any, every token from a pass over all previous ones, if
+that cache does not hold everything (slow, but right for any model).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from functools import partial
+import inspect
+import sys
+from typing import TYPE_CHECKING, Any, get_args
+
+from common.memory import to_device
+from common.model.flat_model import FlatModel, base_lm
+from common.model.hybrids import OWN_CACHE, names_in_code
+from common.model.lm_head import logits_of
+import numpy as np
+import torch
+from torch import Tensor, nn
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
+
+# Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
+PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
+JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
+JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+
+
+def cache_name(model: FlatModel) -> str | None:
+    """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
+    from transformers import Cache, DynamicCache
+
+    lm, mixers = base_lm(model.lm), mixers_of(model)
+    own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
+    if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
+        return None  # the layers keep their state elsewhere
+    for name, parameter in inspect.signature(lm.forward).parameters.items():  # renamed in transformers 5.24
+        if {Cache, DynamicCache} & {*get_args(parameter.annotation)}:
+            return name
+    return None
+
+
+def mixers_of(model: FlatModel) -> list[nn.Module]:
+    return model.hybrid.mixers if model.hybrid else []
+
+
+def _new_cache(lm: nn.Module) -> "DynamicCache":
+    from transformers import DynamicCache
+
+    return DynamicCache(config=lm.config.get_text_config())
+
+
+def caches_join(lm: nn.Module) -> bool:
+    """Whether the caches of prompts of different lengths can be joined. Elsewhere positions may be counted with the
+    padding (Llama 4), or entries be selected and compressed."""
+    return all(type(layer).__name__ in JOINABLE for layer in _new_cache(lm).layers)
+
+
+@contextlib.contextmanager
+def steps_as_trained(model: FlatModel) -> Iterator[None]:
+    """Context in which state-space layers clamp their time step to `time_step_limit` for a single token, too.
+
+    transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a
+    state (Nemotron-H, Zamba2: at least time_step_min).
+    """
+    with contextlib.ExitStack() as stack:
+        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in mixers_of(model)}
+        for cls, limit in limits.items():
+            code = sys.modules[cls.__module__]
+            for name in [name for name in vars(code) if limit and name.endswith("selective_state_update")]:
+                stack.callback(setattr, code, name, update := getattr(code, name))
+                setattr(code, name, partial(_limited, update, limit))
+        yield
+
+
+def _limited(
+    update: Callable[..., Tensor], limit: tuple[float, float], *args: Tensor, **kwargs: Any
+) -> Tensor:
+    """selective_state_update with time steps softplus(dt + dt_bias) clamped to the limit."""
+    state, x, dt, *rest = args
+    if (bias := kwargs.pop("dt_bias", None)) is not None:
+        dt = dt + bias.to(dt.dtype)
+    if kwargs.pop("dt_softplus", False):
+        dt = F.softplus(dt)
+    return update(state, x, dt.clamp(*limit), *rest, **kwargs)
+
+
+class PaddedDecoder:
+    """A Decoder (generate.py) that uses transformers' own cache and masks.
+
+    Prompts are read in groups of equal length, because padding would enter a state. Then their caches are
+    joined: keys and values are left-padded, and masked there; a state has no length. If that is impossible,
+    prompts are passed one at a time.
+    """
+
+    def __init__(
+        self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int
+    ):
+        inner = base_lm(model.lm)
+        self.lm, self.prompts, self.device = model.lm, prompts, inner.device
+        self.owner = torch.tensor(owner, device=self.device)
+        self.accepted = inspect.signature(inner.forward).parameters
+        self.cache_name = cache_name(model)
+
+    def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "DynamicCache") -> Tensor:
+        """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
+        optional = {"position_ids": position_ids, "logits_to_keep": 1}
+        optional = {name: value for name, value in optional.items() if name in self.accepted}
+        # without, the new token would be multiplied by it
+        if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):
+            optional["attention_mask"] = mask
+        out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
+        return out.logits[:, -1].float()
+
+    def read_prompts(self) -> Tensor:
+        lengths = np.array([len(prompt) for prompt in self.prompts])
+        order, logits, caches = np.argsort(lengths, kind="stable"), [], []
+        for length in np.unique(lengths):
+            ids = torch.tensor(
+                [self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device
+            )
+            position_ids = torch.arange(length, device=self.device).expand_as(ids)
+            caches.append(_new_cache(base_lm(self.lm)))
+            logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
+        self.cache = _joined(caches, int(lengths.max()))
+        in_order = to_device(lengths[order], self.device)[:, None]
+        self.mask = (torch.arange(lengths.max(), device=self.device) >= lengths.max() - in_order).long()
+        self.position = in_order[:, 0] - 1  # of the newest token
+        rows = to_device(np.argsort(order), self.device)[self.owner]
+        self._select(rows)
+        return torch.cat(logits)[rows]
+
+    def _select(self, rows: Tensor) -> None:
+        self.cache.reorder_cache(rows)
+        self.mask, self.position = self.mask[rows], self.position[rows]
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        kept = to_device(keep.nonzero()[0], self.device)
+        self._select(kept)
+        return kept
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        self.position = self.position + 1
+        return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
+
+
+def _joined(caches: "list[DynamicCache]", length: int) -> "DynamicCache":
+    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of
+    the last one.
+
+    Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
+    """
+    cache = caches[-1]
+    for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):
+        others = others[::-1]  # shortest prompts first
+        for name, value in vars(layer).items():
+            if name in PER_TOKEN and torch.is_tensor(value):
+                parts = [getattr(other, name) for other in others]
+                parts = [F.pad(part, (0, 0, value.shape[-2] - part.shape[-2], 0)) for part in parts]
+                setattr(layer, name, torch.cat([*parts, value]))
+            elif name in STATES:
+                states = [getattr(other, name) for other in others]
+                for i, state in value.items():
+                    if state is not None:
+                        value[i] = torch.cat([*(other[i] for other in states), state])
+    return cache
+
+
+class WholeDecoder:
+    """A Decoder without a cache."""
+
+    def __init__(
+        self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int
+    ):
+        self.model, self.device = model, base_lm(model.lm).device
+        self.sequences = [[*prompts[i]] for i in owner]
+
+    def read_prompts(self) -> Tensor:
+        lengths = [len(sequence) for sequence in self.sequences]
+        ids = torch.tensor([token for sequence in self.sequences for token in sequence], device=self.device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        row = {"input_ids": ids[None], "position_ids": positions[None], "lengths": lengths, "token_map": None}
+        last = to_device(np.cumsum(lengths) - 1, self.device)
+        return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last]).float()
+
+    def keep(self, keep: np.ndarray) -> Tensor:
+        kept = keep.nonzero()[0]
+        self.sequences = [self.sequences[i] for i in kept]
+        return to_device(kept, self.device)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        for sequence, token in zip(self.sequences, tokens.tolist(), strict=True):
+            sequence.append(token)
+        return self.read_prompts()

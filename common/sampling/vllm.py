@@ -1,0 +1,372 @@
+"""Completions from vLLM servers (--rollout_server), which get the trained weights and prove that they sample
+from them.
+
+Plain HTTP; requests and answers are those of vLLM 0.32 in development mode (docs/rollouts.md). The weights
+get there through a folder that the servers can read. After each push every server answers a probe: its
+log-probabilities have to be those of the trained model. A stale cache, a packed copy of old weights or a
+reload without effect shows only there.
+
+A server that fails is left out until the next push, and the others sample its completions with the same
+seeds. With none left the run is saved and ends with one line.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+import hashlib
+import http.client
+import json
+import math
+import os
+from pathlib import Path
+import re
+import shutil
+import time
+from typing import Any
+import urllib.error
+import urllib.request
+import uuid
+
+from accelerate import Accelerator
+from common.collators import Window
+from common.errors import OutsideError, UserError, quoted, say
+from common.files import writing
+from common.model.flat_model import base_lm
+from common.model.merge import policy_writer
+from common.processes import on_each_process, on_main_process
+from common.sampling.generate import Sampled
+import numpy as np
+import torch
+from torch import nn
+
+PAUSES = (0.0, 1.0, 4.0)  # seconds before each try of a request
+# for a short answer; to load or to sample; more for each token
+ASK_SECONDS, PATIENCE, PER_TOKEN = 60.0, 1800.0, 0.2
+AT_ONCE = 64  # requests of a process in flight, per server
+# the prompt is longer than a block of the prefix cache, and so reveals a stale one
+PROBE_PROMPT, PROBE_TOKENS = 18, 16
+# How far log-probabilities may be off, in nats on average: of a probe, and of a rollout. First where both
+# sides are in float32: there correct ones differ by 1e-6 to 4e-5, old weights or an old cache by 0.3 to 8.
+CLOSE, CLOSE_ROUNDED = 1e-3, 0.2
+FAR, FAR_ROUNDED = 1e-2, 0.5
+# How much the model must have moved since a server's answer to the probe last changed, to know that it has
+# old weights.
+MOVED, MOVED_ROUNDED = 1e-4, 1e-2
+# Of each request for a completion: nothing but temperature, top_k and top_p shapes the distribution.
+PLAIN = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "ignore_eos": True,
+}
+PLAIN |= {"logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are on a private network
+
+
+class ServerFault(UserError):
+    """No answer, an error, or an answer that cannot be right: another server may do better."""
+
+
+def request_seed(key: Sequence[int]) -> int:
+    """63 bits from a key, the same in any process: a completion is drawn alike by any server, and when
+    repeated."""
+    text = ",".join(str(int(part)) for part in key)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+    """The JSON object that a server answers. body: of a POST. Raises ServerFault if there is none, or not in
+    time."""
+    headers, key = {"Content-Type": "application/json"}, os.environ.get("VLLM_API_KEY", "").strip()
+    if not key.isprintable():
+        raise UserError("VLLM_API_KEY has characters that a header cannot have")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    problem = ""
+    for pause in PAUSES:
+        time.sleep(pause)
+        try:
+            request = urllib.request.Request(
+                url + path, None if body is None else json.dumps(body).encode(), headers
+            )
+            with OPENER.open(request, timeout=seconds) as answer:
+                found = json.loads(answer.read() or b"{}")
+            return found if isinstance(found, dict) else {}
+        except urllib.error.HTTPError as error:
+            problem = (
+                f"HTTP {error.code} to {path.split('?')[0]}: {error.read(2000).decode(errors='replace')}"
+            )
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            reason = getattr(error, "reason", error)
+            if isinstance(reason, TimeoutError):  # another try would take as long
+                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+            problem = quoted(reason, 400, str)
+    raise ServerFault(problem.replace(key, "(key)") if key else problem)
+
+
+class RolloutServers:
+    """Servers that sample with the weights of the trained model."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        accelerator: Accelerator,
+        model: nn.Module,
+        folder: str,
+        longest: int,
+        **how: Any,
+    ):
+        """Check the servers; called on every process. Raises UserError, with the command that starts a
+        suitable one, if a server does not answer or does not fit.
+
+        model: as prepared. folder: where the servers can read what this process writes. longest: tokens of a
+        sequence, prompt and completion. how: max_new_tokens, temperature, top_k and top_p, as of `sample`.
+        """
+        self.accelerator, self.model, self.flat_model = accelerator, model, accelerator.unwrap_model(model)
+        self.folder, self.longest, self.how = Path(folder).resolve() / "rollout_weights", longest, how
+        lm = base_lm(self.flat_model.lm)
+        self.vocabulary = lm.get_input_embeddings().weight.shape[0]
+        # The loss needs log-probabilities of the whole distribution at the temperature. vLLM's raw ones are
+        # at temperature 1, its processed ones are of the tokens that can be drawn.
+        self.modes = ["processed_logprobs"] if how["top_k"] <= 0 and how["top_p"] >= 1 else []
+        self.modes += ["raw_logprobs"] if how["temperature"] == 1 else []
+        if not self.modes:
+            raise UserError(
+                "--rollout_server: with --top_k or --top_p vLLM has no log-probabilities at this --temperature"
+            )
+        name = lm.config._name_or_path or "MODEL"
+        self.start = f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000"
+        self.start += f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
+        self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
+        self.failed: dict[str, str] = {}  # {url: why} of those that are left out, until the next push
+        self.background, self.running = ThreadPoolExecutor(1), []  # one rollout after another
+        self.synced, self.version = None, ""  # the step whose weights they have
+        self.run = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
+        # each one's answer when it last changed, and ours then
+        self.probes: dict[str, tuple[Sampled, np.ndarray]] = {}
+        dtypes = on_main_process(accelerator, lambda: {self._check(url) for url in self.urls})
+        self.exact = (
+            accelerator.mixed_precision == "no" and lm.dtype == torch.float32 and dtypes == {"float32"}
+        )
+        # to write them in
+        self.dtype = getattr(torch, dtypes.pop()) if dtypes in ({"bfloat16"}, {"float16"}) else None
+        say(f"rollouts come from {len(self.urls)} vLLM server{'s' * (len(self.urls) > 1)}")
+
+    def _check(self, url: str) -> str:
+        """The dtype of a server's weights. Raises UserError if it does not fit."""
+        if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # which may hold a password, and is not printed
+            raise UserError(
+                "--rollout_server: expected addresses as http://127.0.0.1:8000; the key is VLLM_API_KEY"
+            )
+        try:
+            model = ask(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
+            if ask(url, "/is_paused").get("is_paused"):  # by a run that was killed
+                ask(url, "/resume", {})
+            self._complete(url, [self.vocabulary - 1], 0, 1, {})  # it takes our key, and all our tokens
+            mode, generation = model["logprobs_mode"], model.get("generation_config", "vllm")
+            dtype, room = str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
+        except (ServerFault, KeyError, TypeError, ValueError) as error:
+            wanted = "does not answer as vLLM 0.32 in development mode does"
+            raise UserError(f"--rollout_server {url} {wanted} ({error}): {self.start}") from None
+        if room < self.longest or mode not in self.modes or generation != "vllm":
+            found = f"--max-model-len {room} --generation-config {generation} --logprobs-mode {mode}"
+            raise UserError(f"--rollout_server {url} was started with {found}: {self.start}")
+        return dtype
+
+    # --- weights --------------------------------------------------------------------------------------------
+
+    def sync(self, step: int) -> None:
+        """Give the servers the current weights, those of `step`, unless they have them, and let each prove
+        it. Called on every process. Raises OutsideError if no server is left."""
+        if self.synced == step:
+            return
+        wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
+        self.running.clear()
+        path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
+        self._write(path)
+        prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
+        found = on_main_process(self.accelerator, lambda: self._load_all(path, prompt))
+        answers = {url: answer for url, answer in found.items() if isinstance(answer, Sampled)}
+        ours = {url: self._score(prompt, answer.ids) for url, answer in answers.items()}
+        doubts = on_main_process(
+            self.accelerator, lambda: {url: self._doubt(url, answers[url], ours[url]) for url in ours}
+        )
+        self.failed = {url: reason for url, reason in (found | doubts).items() if reason}
+        for url, reason in self.failed.items():
+            say(f"{url} is left out: {reason}")
+        self._alive()
+
+    def _write(self, path: Path) -> None:
+        write = policy_writer(self.accelerator, self.model, self.dtype)
+
+        def write_whole() -> None:
+            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+            with writing(path):
+                path.mkdir(parents=True)
+                write(path)
+
+        on_main_process(self.accelerator, write_whole)
+
+    def _load_all(self, path: Path, prompt: list[int]) -> dict[str, Sampled | str]:
+        """Each server's answer to the probe with the new weights, or why there is none."""
+        with ThreadPoolExecutor(len(self.urls)) as pool:
+            answers = list(pool.map(lambda url: self._load(url, path, prompt), self.urls))
+        shutil.rmtree(path, ignore_errors=True)
+        return dict(zip(self.urls, answers, strict=True))
+
+    def _load(self, url: str, path: Path, prompt: list[int]) -> Sampled | str:
+        try:
+            self._check(url)  # it may have been restarted with other settings
+            ask(url, "/pause?mode=wait", {}, PATIENCE)
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+            ask(url, "/collective_rpc", call, PATIENCE)
+            ask(url, "/reset_prefix_cache", {})
+            ask(url, "/update_weight_version", {"new_version": self.version})
+            ask(url, "/resume", {})
+            return self._complete(
+                url, prompt, request_seed((0,)), PROBE_TOKENS, {"temperature": self.how["temperature"]}
+            )
+        except UserError as problem:
+            return str(problem)
+
+    def _score(self, prompt: list[int], ids: list[int]) -> np.ndarray:
+        """The trained model's log-probabilities of the tokens after a prompt. Called on every process."""
+        mask = np.array([0] * len(prompt) + [1] * len(ids), np.float32)
+        sequence = {"input_ids": np.array(prompt + ids), "loss_mask": mask}
+        temperature = self.how["temperature"]
+        window = Window(self.accelerator, [[sequence]], [[0]])
+        window.add_fields(lambda batch: {"logps": self.flat_model(batch, temperature=temperature).logps})
+        return sequence["logps"][len(prompt) :]
+
+    def _doubt(self, url: str, answer: Sampled, ours: np.ndarray) -> str:
+        """Why a server does not seem to have the current weights; empty if it does."""
+        off, most = float(np.abs(ours - answer.logps).mean()), CLOSE if self.exact else CLOSE_ROUNDED
+        if not off <= most:
+            return f"it does not sample from the weights it was given: a probe is {off:.3g} nats off, {most} is the most"
+        if url not in self.probes or self.probes[url][0] != answer:
+            self.probes[url] = answer, ours
+        moved = float(np.abs(ours - self.probes[url][1]).max())
+        if moved > (MOVED if self.exact else MOVED_ROUNDED):
+            return f"it still samples from old weights: it answers a probe as before, and the model has moved by {moved:.3g}"
+        return ""
+
+    def check(self, metrics: Any) -> None:
+        """End the run if a rollout was sampled from a model too far from the trained one. Called on every
+        process, after the gradients of its first window."""
+        off, most = metrics.window_mean("sampling/logp_difference"), FAR if self.exact else FAR_ROUNDED
+        if off > most:
+            raise UserError(
+                f"--rollout_server: completions are {off:.2g} nats a token off the model; {most} is the most"
+            )
+
+    # --- completions ----------------------------------------------------------------------------------------
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **how: Any
+    ) -> list[Sampled]:
+        """Sample a completion for each prompt, as `sample` does. Called on every process. how: max_new_tokens
+        or a temperature, if they differ this time. Raises OutsideError if no server is left."""
+        return on_each_process(self.accelerator, self.begin(prompts, keys, **how).result)
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **how: Any
+    ) -> Future[list[Sampled]]:
+        """Start sampling in the background, with the weights of now; see `sample`. Not collective. A
+        completion is a function of its key and the weights, whichever server samples it."""
+        how = self.how | how
+        limits = how.pop("max_new_tokens")
+        limits = [limits] * len(prompts) if isinstance(limits, int) else limits
+        requests = list(zip(map(list, prompts), map(request_seed, keys), limits, strict=True))
+        self.running.append(self.background.submit(self._complete_all, requests, how))
+        return self.running[-1]
+
+    def _complete_all(self, requests: list[tuple[list[int], int, int]], how: dict[str, Any]) -> list[Sampled]:
+        # All completions of a prompt go to one server, which has it in its cache.
+        places = {
+            prompt: n for n, prompt in enumerate(dict.fromkeys(tuple(prompt) for prompt, *_ in requests))
+        }
+        done: dict[int, tuple[str, Sampled]] = {}
+
+        def complete(i: int) -> tuple[str, Sampled]:
+            while True:
+                alive = self._alive()
+                url = alive[places[tuple(requests[i][0])] % len(alive)]
+                try:
+                    return url, self._complete(url, *requests[i], how, self.flat_model.stop_ids)
+                except ServerFault as fault:
+                    self._leave_out(url, str(fault))
+
+        with ThreadPoolExecutor(AT_ONCE * len(self.urls)) as pool:
+            while waiting := [i for i in range(len(requests)) if i not in done]:
+                done |= zip(waiting, pool.map(complete, waiting), strict=True)
+                for url in {url for url, _ in done.values()} - self.failed.keys():
+                    self._check_version(url)
+                done = {i: one for i, one in done.items() if one[0] not in self.failed}
+        return [done[i][1] for i in range(len(requests))]
+
+    def _check_version(self, url: str) -> None:
+        """Leave out a server that has had other weights since the push."""
+        try:
+            if (found := ask(url, "/weight_info").get("weight_version")) != self.version:
+                raise ServerFault(
+                    f"its weights are {found!r}, not {self.version!r}: restarted, or used by another run"
+                )
+        except ServerFault as fault:
+            self._leave_out(url, str(fault))
+
+    def _leave_out(self, url: str, reason: str) -> None:
+        # of threads that fail at once the first one says it
+        is_new = self.failed.setdefault(url, reason) is reason
+        if is_new and len(self.failed) < len(self.urls):
+            say(f"{url} has failed ({reason}): the others sample its completions, with the same seeds")
+
+    def _alive(self) -> list[str]:
+        alive = [url for url in self.urls if url not in self.failed]
+        if not alive:
+            told = "; ".join(f"{url}: {reason}" for url, reason in self.failed.items())
+            raise OutsideError(
+                f"--rollout_server: none is left ({told}): {self.start}; then the same command goes on"
+            )
+        return alive
+
+    def _complete(
+        self,
+        url: str,
+        prompt: list[int],
+        seed: int,
+        limit: int,
+        how: dict[str, Any],
+        stops: Sequence[int] = (),
+    ) -> Sampled:
+        """Sample a completion, with the server's log-probabilities."""
+        body = PLAIN | {
+            "prompt": prompt,
+            "max_tokens": limit,
+            "seed": seed,
+            "stop_token_ids": list(stops),
+            **how,
+        }
+        answer = ask(url, "/v1/completions", body, PATIENCE + PER_TOKEN * limit)
+        try:
+            [choice] = answer["choices"]
+            ids, logps, reason = (
+                choice["token_ids"],
+                choice["logprobs"]["token_logprobs"],
+                choice["finish_reason"],
+            )
+            # it cuts without a word
+            is_whole = answer["usage"]["prompt_tokens"] == len(prompt) and len(ids) == len(logps)
+            is_known = all(type(i) is int and 0 <= i < self.vocabulary for i in ids) and all(
+                map(math.isfinite, logps)
+            )
+            fits = (
+                is_whole
+                and is_known
+                and ids
+                and (reason == "stop" or reason == "length" and len(ids) == limit)
+            )
+        except (KeyError, TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ServerFault(f"an answer that is no completion of {limit} tokens: {quoted(answer)}")
+        return Sampled(ids, logps, reason == "stop")
