@@ -132,8 +132,9 @@ def chats(count: int, folder: Path) -> Examples:
         with open(folder / name, "wb") as file:
             file.truncate(int(ends[-1]) * np.dtype(dtype).itemsize)
         mapped[name] = np.asarray(np.memmap(folder / name, dtype, "r"))
-    layout = Layout(1, {name: ("token", str(values.dtype)) for name, values in mapped.items()}, "")
-    file = TokenFile(layout, ends - lengths, ends, np.arange(count), np.full(count, np.nan), mapped, {})
+    layout = Layout({name: ("token", str(values.dtype)) for name, values in mapped.items()}, "")
+    ones, numbers, nothing = np.ones(count, np.int64), np.arange(count), np.full(count, np.nan)
+    file = TokenFile(layout, ends - lengths, ends, ones, lengths, numbers, nothing, mapped, {})
     return Examples([file], [SimpleNamespace(path="chats")])
 
 

@@ -2,9 +2,9 @@
 
 import math
 
-from common import collators
 from common.args import CommonArgs
 from common.collators import Window, Windows, eval_batches, flat_batch, split_row
+from common.data import sharing
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
@@ -247,7 +247,7 @@ def test_a_flat_row_is_that_of_a_loop(random):
         borders.append(len(row))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collators, "LEAST_SHARED", least)
+        patch.setattr(sharing, "LEAST_SHARED", least)
         batch = flat_batch([sequences[i : i + 2] for i in range(0, len(sequences), 2)], CPU)
     assert batch["input_ids"][0].tolist() == [sequences[s]["input_ids"][t] for s, t in row]
     assert batch["position_ids"][0].tolist() == [t for _, t in row]

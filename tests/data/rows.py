@@ -71,24 +71,42 @@ def found(*names, **settings):
     return find_sources(CommonArgs(dataset_name=names, **settings))
 
 
+def token_file(lengths, fields, each=1):
+    """Sequences of these lengths, end to end, without shared tokens: `each` of them make an example. fields:
+    numbers for each token."""
+    lengths = np.asarray(lengths, np.int64)
+    ends = np.cumsum(lengths)
+    count = len(lengths) // each
+    layout = Layout({name: ("token", str(values.dtype)) for name, values in fields.items()}, "")
+    return TokenFile(
+        layout=layout,
+        starts=ends - lengths,
+        ends=ends,
+        counts=np.full(count, each),
+        sizes=lengths.reshape(-1, each).sum(1),
+        rows=np.arange(count),
+        difficulty=np.full(count, np.nan),
+        fields=fields,
+        facts={},
+    )
+
+
 def make_examples(sources, difficulty=None, pairs=False, by_place=False):
     """Examples of these many tokens in each source, which are the number of the example, or their place in
     the source; those of `pairs` have two sequences."""
     files, first = [], 0
-    fields = {"input_ids": ("token", "int64"), "loss_mask": ("token", "int64")}
     for lengths in sources:
         rows, sizes = np.arange(len(lengths)), np.array(lengths)
         ids = np.arange(sum(lengths)) if by_place else np.repeat(first + rows, lengths)
         if pairs:
             sizes = np.stack([sizes // 2, sizes - sizes // 2], 1).flatten()
-        ends = np.cumsum(sizes)
         values = (
             np.full(len(rows), np.nan)
             if difficulty is None
             else np.array(difficulty[first:][: len(rows)], float)
         )
         data = {"input_ids": ids, "loss_mask": np.ones(len(ids), int)}
-        files.append(TokenFile(Layout(1 + pairs, fields, ""), ends - sizes, ends, rows, values, data, {}))
+        files.append(token_file(sizes, data, each=1 + pairs)._replace(difficulty=values))
         first += len(lengths)
     return Examples(files, [Source(f"source {s}") for s in range(len(files))])
 

@@ -69,7 +69,7 @@ def document(row, tokenizer, args):
 
 
 def chats(row, tokenizer, args):
-    return [tokenize_messages(row["messages"], tokenizer)]
+    return tokenize_messages(row["messages"], tokenizer)
 
 
 def pairs(row, tokenizer, args):

@@ -2,7 +2,7 @@
 one line."""
 
 from common.args import CommonArgs
-from common.collators import Window
+from common.collators import Window, Windows
 from common.data import BadRow, chunk, drop_turns, load_data, pack, stream, truncate, whole
 from common.data.encode import CHUNK, Job, agree, check_sequence, encode_all
 from common.data.types import RESERVED, Row
@@ -199,14 +199,33 @@ def test_a_wrong_field_is_named_with_its_row(name, value):
     assert found.startswith(f"a.jsonl:2: the field {name} ")
 
 
+def several(row, tokenizer, args):
+    sequence = {"input_ids": np.arange(10), "loss_mask": np.array([0] * 9 + [1])}
+    return [sequence] * (row["i"] % 4 + 1)
+
+
 def test_what_is_no_example_is_named():
     for made in (None, [], {"input_ids": [1]}, [{"input_ids": [1]}], [[1, 2]], 3):
         assert refused(lambda row, tokenizer, args, made=made: made, [{}]).startswith("a.jsonl:1: ")
     sequence = {"input_ids": np.arange(3), "loss_mask": np.ones(3, int)}
     half = lambda row, tokenizer, args: [sequence | {"x": 1}, sequence]  # noqa: E731
     assert refused(half, [{}]).startswith("a.jsonl:1: ")
-    some = lambda row, tokenizer, args: [sequence] * (3 if row["i"] == 4 else 2)  # noqa: E731
-    assert refused(some, [{"i": i} for i in range(6)]).startswith("a.jsonl:5: 3 sequences")
+
+
+def test_examples_may_have_any_number_of_sequences(tmp_path):
+    """As packs and windows, whose sizes count shared tokens once."""
+
+    train = load(tmp_path, [{"i": i} for i in range(40)], encode=several)
+    assert [len(train.examples[i]) for i in range(40)] == [i % 4 + 1 for i in range(40)]
+    assert all(one["input_ids"].tolist() == list(range(10)) for i in range(40) for one in train.examples[i])
+    # of ten tokens nine are shared: a row holds 10, 11, 12 or 13
+    assert train.examples.lengths.tolist() == [10, 11, 12, 13] * 10
+    packed = pack(train, 30)
+    assert sum(len(packed[p]) for p in range(len(packed))) == 100 and packed.examples.lengths.max() <= 30
+    window = Windows(CommonArgs(per_device_train_batch_size=4, max_steps=1), alone(), train)[0]
+    assert window.num_sequences == sum(len(example) for example in window.examples)
+    with pytest.raises(UserError, match="not 2 sequences each"):
+        Windows(CommonArgs(max_steps=1), alone(), train, indivisible=2)
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])

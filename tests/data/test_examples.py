@@ -40,9 +40,8 @@ def test_packs_hold_each_example_once_and_fit(lengths, max_length):
     assert sorted(rooms) == sorted(best_fit_naively(lengths, max_length))
 
 
-def test_an_example_over_max_length_is_not_packed():
-    with pytest.raises(UserError, match="--max_length 10: an example of 11 tokens does not fit in a pack"):
-        best_fit(np.array([3, 11]), 10)
+def test_an_example_over_max_length_has_a_pack_of_its_own():
+    assert best_fit(np.array([3, 11, 4]), 10) == [[1], [2, 0]]
     assert best_fit(np.array([10, 10]), 10) == [[0], [1]] and best_fit(np.array([], int), 10) == []
 
 

@@ -143,13 +143,13 @@ def test_tool_calls_and_tools_may_be_json():
     parsed = call | {"function": {"name": "f", "arguments": {"x": 1}}}
     assert chat["messages"] == [U, {"role": "assistant", "content": "", "tool_calls": [parsed]}, result, A]
     assert chat["tools"] == tools
-    assert as_chat({"messages": [U, A], "tools": "[]"})["tools"] is None
+    assert "tools" not in as_chat({"messages": [U, A], "tools": "[]"})
 
 
 def test_prompts_of_completions_are_not_trained():
     assert as_chat({"prompt": "q", "completion": "a"}) == {"prompt": "q", "completion": "a"}
     for row in ({"prompt": [S, U], "completion": [A]}, {"prompt": [S, U], "completion": "a"}):
-        assert as_chat(row) == {"messages": [S, U, A], "tools": None, "prompt_turns": 2}
+        assert as_chat(row) == {"messages": [S, U, A], "prompt_turns": 2}
     assert as_chat({"prompt": "q", "completion": [A]}) == CHAT | {"prompt_turns": 1}
     assert as_chat({"prompt": "q", "response": "a"}) == {"prompt": "q", "completion": "a"}
     assert as_chat({"prompt": "q", "completion": "a", "system_prompt": "s"})["messages"] == [S, U, A]
@@ -166,7 +166,7 @@ def test_prompts_of_completions_are_not_trained():
         ({"messages": ["q", "a"]}, " "),
         (
             {"messages": [{"role": "narrator", "content": "q"}, A]},
-            "unknown role 'narrator'; known: system, user",
+            "unknown role 'narrator'; known: system, developer, user",
         ),
         ({"messages": [{"content": "q"}, A]}, "unknown role None"),
         ({"messages": [{"role": "user"}, A]}, "a message without text content"),
@@ -284,8 +284,8 @@ def test_answers_may_go_on_with_what_others_say():
         ({"prompt": [U], "chosen": [U, A], "rejected": [U]}, "does not start with the assistant"),
         ({"prompt": "q", "chosen": [S, U, A], "rejected": [S, U, B]}, "does not start with the assistant"),
         (
-            {"conversations": [U], "chosen": A, "rejected": B, "tools": '[{"name": "f"}]'},
-            "--columns unused=tools",
+            {"conversations": [U], "chosen": A, "rejected": B, "tools": '["f"]'},
+            "tools is not a list of objects",
         ),
     ],
 )

@@ -38,7 +38,7 @@ def documents(row, tokenizer, args):
 
 
 def one_chat(row, tokenizer, args):
-    return [tokenize_chat(as_chat(row), tokenizer, max_length=30)]
+    return tokenize_chat(as_chat(row), tokenizer, max_length=30)
 
 
 def numbered(path, count):
@@ -179,27 +179,26 @@ def test_prompts_that_are_all_unusable_are_refused(tmp_path, tokenizer):
 
 def test_whatever_as_chat_gives_is_tokenized(tokenizer):
     def equal(found, expected):
+        (found,) = found
         assert found["input_ids"].tolist() == expected["input_ids"].tolist()
         assert found["loss_mask"].tolist() == expected["loss_mask"].tolist()
 
     chat = [U, A, U, B]
-    equal(
-        tokenize_chat(as_chat({"messages": chat}), tokenizer, train_on="last_turn"),
-        tokenize_messages(chat, tokenizer, train_on="last_turn"),
-    )
+    last = tokenize_messages(chat, tokenizer, train_on="last_turn")
+    equal(tokenize_chat(as_chat({"messages": chat}), tokenizer, train_on="last_turn"), *last)
     prompt = as_chat({"prompt": chat[:3], "completion": chat[3:]})
-    equal(tokenize_chat(prompt, tokenizer), tokenize_messages(chat, tokenizer, first_trained_turn=3))
+    equal(tokenize_chat(prompt, tokenizer), *tokenize_messages(chat, tokenizer, first_trained_turn=3))
     strings = {"prompt": "What is ", "completion": "this"}
     equal(tokenize_chat(as_chat(strings), tokenizer), tokenize_completion("What is ", "this", tokenizer))
-    text = tokenize_chat(as_chat({"text": "some words"}), tokenizer)
+    (text,) = tokenize_chat(as_chat({"text": "some words"}), tokenizer)
     assert text["input_ids"].tolist() == tokenize_documents(["some words"], tokenizer)[0].tolist()
-    everything = tokenize_chat(as_chat({"messages": chat}), tokenizer, train_on="everything")
+    (everything,) = tokenize_chat(as_chat({"messages": chat}), tokenizer, train_on="everything")
     for sequence in (text, everything):  # nothing predicts the first
         assert sequence["loss_mask"].tolist() == [0] + [1] * (len(sequence["input_ids"]) - 1)
-    long = {"messages": [U, A | {"content": "one two three " * 300}]}
-    # in numbers of 8 bits it would start again at 256
-    assert sum(tokenize_chat(long, tokenizer)["loss_mask"]) > 600
-    assert len(tokenize_chat(as_chat({"text": "some words"}), tokenizer, max_length=2)["input_ids"]) == 2
+    (long,) = tokenize_chat({"messages": [U, A | {"content": "one two three " * 300}]}, tokenizer)
+    assert sum(long["loss_mask"]) > 600  # in numbers of 8 bits it would start again at 256
+    (short,) = tokenize_chat(as_chat({"text": "some words"}), tokenizer, max_length=2)
+    assert len(short["input_ids"]) == 2
     with pytest.raises(BadRow, match="no trained token within max_length 1"):
         tokenize_chat(as_chat({"messages": chat}), tokenizer, max_length=1)
 

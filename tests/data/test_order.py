@@ -183,6 +183,9 @@ class Chats:
     def __getitem__(self, i):
         return self.examples[i]
 
+    def chats(self, i):
+        return [self.examples[i]]
+
 
 def lengths(shuffled, positions):
     return [len(sequence["input_ids"]) for p in positions for sequence in shuffled[p]]
@@ -199,7 +202,7 @@ def test_chats_end_early_with_the_given_probability():
     sequence = chat(0, 1, 0, 1, 1, 0, 1, 0)  # answers end at 6, 15, 21; something untrained follows
     ends = Counter()
     for i in range(4000):
-        found = shorten(sequence, 0.3, np.random.default_rng(i))
+        (found,) = shorten([sequence], 0.3, np.random.default_rng(i))
         n = len(found["input_ids"])
         ends[n] += 1
         assert (
@@ -215,13 +218,23 @@ def test_chats_end_early_with_the_given_probability():
 
 def test_only_an_earlier_answer_may_be_the_last():
     for trained in ((1,), (0, 1), (0, 1, 0), (1, 0), (0, 0), (0, 1, 1)):  # one answer
-        sequence = chat(*trained)
-        assert all(shorten(sequence, 1.0, np.random.default_rng(i)) is sequence for i in range(20))
+        whole_chat = [chat(*trained)]
+        assert all(shorten(whole_chat, 1.0, np.random.default_rng(i)) is whole_chat for i in range(20))
     for trained in ((1, 0, 1), (0, 1, 0, 1), (0, 1, 0, 0, 1, 0)):  # two
         first = 3 * trained.index(1) + 3
         assert {
-            len(shorten(chat(*trained), 1.0, np.random.default_rng(i))["loss_mask"]) for i in range(20)
+            len(shorten([chat(*trained)], 1.0, np.random.default_rng(i))[0]["loss_mask"]) for i in range(20)
         } == {first}
+
+
+def test_a_chat_of_several_contexts_ends_after_an_earlier_answer():
+    """Two answers in the first sequence, one in each of two more: it ends after one of the first three."""
+    contexts = [chat(0, 1, 0, 1), chat(0, 0, 0, 1), chat(0, 0, 0, 0, 0, 1)]
+    found = Counter()
+    for i in range(300):
+        short = shorten(contexts, 1.0, np.random.default_rng(i))
+        found[tuple(len(sequence["input_ids"]) for sequence in short)] += 1
+    assert set(found) == {(6,), (12,), (12, 12)} and min(found.values()) > 60
 
 
 def test_dropped_turns_depend_on_seed_epoch_example():

@@ -4,8 +4,8 @@ kernel."""
 import copy
 import functools
 
-from common import collators
 from common.collators import flat_batch, split_row
+from common.data import sharing
 from common.model import attention, varlen
 from common.model.attention import flat_attention, plan_flat_row
 from common.model.flat_model import base_lm, body
@@ -207,7 +207,7 @@ def test_soft_capping_and_sinks_with_shared_starts(kind, row):
 
 
 def unshared(monkeypatch):
-    monkeypatch.setattr(collators, "LEAST_SHARED", 10**9)
+    monkeypatch.setattr(sharing, "LEAST_SHARED", 10**9)
 
 
 # --- the kernel for sequences of unequal length -------------------------------------------------------------

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.data.encode import Layout
-from common.data.examples import Examples, TokenFile
+from common.data.examples import Examples
 from common.data.sources import Source
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.rows import alone
+from tests.data.rows import alone, token_file
 from tests.tiny import tiny_pair
 
 
@@ -23,12 +22,9 @@ def pairs():
     """Five pairs of tiny sequences."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(4, 12, 10)
-    ends = np.cumsum(lengths)
-    ids = rng.integers(2, 60, ends[-1]).astype(np.uint16)
-    mask = (rng.random(ends[-1]) < 0.6).astype(np.uint8)
-    fields = {"input_ids": ids, "loss_mask": mask}
-    layout = Layout(2, {name: ("token", str(values.dtype)) for name, values in fields.items()}, "")
-    file = TokenFile(layout, ends - lengths, ends, np.arange(5), np.full(5, np.nan), fields, {})
+    ids = rng.integers(2, 60, sum(lengths)).astype(np.uint16)
+    mask = (rng.random(sum(lengths)) < 0.6).astype(np.uint8)
+    file = token_file(lengths, {"input_ids": ids, "loss_mask": mask}, each=2)
     return Examples([file], [Source("pairs")])
 
 
