@@ -15,10 +15,11 @@ from typing import NamedTuple
 from common.args import CommonArgs
 import pytest
 
-from tests.conftest import EXPERIMENTS, ROOT, run_script
+from tests.conftest import EXPERIMENTS, ROOT, module_of, run_script
+from tests.conftest import path_of as path_of_stage
 
 FOUR = ["train_pretrain", "train_sft", "train_dpo", "train_grpo"]
-SCRIPTS = [*FOUR, *(f"experiments.train_{name}" for name in EXPERIMENTS)]
+SCRIPTS = [*FOUR, *map(module_of, EXPERIMENTS)]
 COMMON = ROOT / "common"
 PAGE = COMMON / "run" / "parts" / "page"  # of report.html
 MODULES = sorted(COMMON.rglob("*.py"))
@@ -87,7 +88,7 @@ PAGE_LINES = 2_000  # of JavaScript, style and HTML
 
 
 def path_of(script: str) -> Path:
-    return ROOT / f"{script.replace('.', '/')}.py"
+    return path_of_stage(script.split("train_")[1])
 
 
 def fields_of(script: str) -> list[dataclasses.Field]:
