@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 
+from common.run.metrics import commit_of
 from common.run.parts.report import PAGE, describe_run
 import pytest
 
@@ -166,3 +167,16 @@ def test_the_machine_is_told_without_what_is_not_so(tmp_path):
         ["processes", "1"],
         ["commit", "abc1234-dirty"],
     ]
+
+
+def test_the_commit_is_that_of_the_scripts_repository(tmp_path):
+    assert commit_of(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.example"]
+    script = tmp_path / "train_mine.py"
+    script.write_text("")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert len(commit_of(tmp_path)) >= 7 and head.startswith(commit_of(tmp_path))
+    script.write_text("edited = True")
+    assert commit_of(tmp_path).endswith("-dirty")

@@ -67,15 +67,13 @@ function verticalAxis(frame, lines, scale) {
     const room = low === high ? 1.1 : (high / low) ** 0.04;
     return { low: low / room, high: high * room, log: true };
   }
-  const least = frame.share ? SMALLEST : Math.abs(low) / 5 || 1;
-  const span = frame.share || low === high ? Math.max(least, high - low) : high - low;
-  const room = 0.05 * span + (span - (high - low)) / 2; // on either side
-  const [isAbove, isShare] = [low >= 0, frame.share && low >= 0 && high <= 1];
-  [low, high] = [low - room, high + room];
-  if (isAbove && low < 0) [low, high] = [0, high - (span > high ? low : 0)];
-  // a share of 1 is drawn a little below the upper edge
-  if (isShare && high > 1.02) [low, high] = [Math.max(0, Math.min(low, 1 - span)), 1.02];
-  return { low, high, log: false };
+  const least = frame.share ? SMALLEST : low === high ? Math.abs(low) / 5 || 1 : 0; // span
+  const missing = Math.max(0, least - (high - low));
+  const room = missing / 2 + 0.05 * (high - low + missing); // on either side
+  let [from, to] = [low - room, high + room];
+  if (low >= 0 && from < 0) [from, to] = [0, Math.max(to, least)];
+  if (frame.share && to > 1) [from, to] = [Math.min(from, 1 - least), 1.02]; // a value of 1 is not on the edge
+  return { low: from, high: to, log: false };
 }
 
 // The range of what is drawn without single peaks: of the medians of five neighbours. null where there are few values.
