@@ -57,7 +57,9 @@ MIDDLE = ("loss", "completions/mean_length", "entropy", "kl")
 LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
 MACHINE = LAST[1:]
 SCORE = re.compile(r"rewards/(.+)/mean")
-OF_A_SHARE = re.compile("accurac|confidence|ratio|frac_|frequency|clipped|unused")  # in [0, 1], by their names
+OF_A_SHARE = re.compile(
+    "accurac|confidence|ratio|frac_|frequency|clipped|unused"
+)  # in [0, 1], by their names
 NOT_A_SHARE = re.compile("loss|perplexity|entropy|bits_per_byte|kl")
 
 Row = dict[str, Any]
