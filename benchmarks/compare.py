@@ -67,11 +67,11 @@ def failure(printed: str) -> RuntimeError:
     )
 
 
-def run_process(words: list[str], env: dict[str, str] | None = None, python: str = sys.executable) -> float:
+def run_process(words: list[str], env: dict[str, str] | None = None) -> float:
     """Seconds that a Python process took; its output if it failed."""
     began = time.perf_counter()
     found = subprocess.run(
-        [python, *words], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True
+        [sys.executable, *words], cwd=ROOT, env=os.environ | (env or {}), capture_output=True, text=True
     )
     if found.returncode:
         raise SystemExit(f"{' '.join(words)}\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
@@ -100,11 +100,16 @@ def ours(script: str, *words: Any, env: dict[str, str] | None = None) -> Callabl
 
 
 def peer(
-    kind: str, model: str | Path, rows: str, steps: int, batch: int, script: str = "peers.py", python: str = sys.executable,
-    env: dict[str, str] | None = None, work: Path = WORK / "peer", **options: Any,
-) -> Callable[[], Result]:  # fmt: skip
-    """A side: see peers.py, or the script. python: its interpreter, of another environment. work: what it
-    writes, deleted at the end if it is the default."""
+    kind: str,
+    model: str | Path,
+    rows: str,
+    steps: int,
+    batch: int,
+    script: str = "peers.py",
+    work: Path = WORK / "peer",
+    **options: Any,
+) -> Callable[[], Result]:
+    """A side: see peers.py, or the script. work: what it writes, deleted at the end if it is the default."""
 
     def side() -> Result:
         spec = {
@@ -117,17 +122,15 @@ def peer(
         spec |= {"options": options, "work": str(work)}
         (WORK / "spec.json").write_text(json.dumps(spec))
         result = WORK / "result.json"
-        return _measured([script, str(result), str(WORK / "spec.json")], result, env, python)
+        return _measured([script, str(result), str(WORK / "spec.json")], result)
 
     return side
 
 
-def _measured(
-    words: list[str], result: Path, env: dict[str, str] | None, python: str = sys.executable
-) -> Result:
+def _measured(words: list[str], result: Path, env: dict[str, str] | None = None) -> Result:
     result.unlink(missing_ok=True)
     began = time.time()
-    run_process([str(HERE / words[0]), *words[1:]], env, python)
+    run_process([str(HERE / words[0]), *words[1:]], env)
     found = json.loads(result.read_text())
     found["to_first_step_s"] = found["epoch"][1] - began
     found["in_all_s"] = time.time() - began

@@ -5,8 +5,7 @@
 spec: {"kind": trl_sft, trl_dpo, trl_grpo, trainer, trainer_documents, bare_sft, bare_pretrain or
 bare_documents; "model": folder; "rows": file; "steps": optimizer steps; "batch": rows of a step; "options":
 arguments of the config, over COMMON}. Where TRL's own default differs from COMMON, the benchmark says so. The
-bare loops have transformers' default attention, which is PyTorch's SDPA; with an attention mask it is given
-that mask, and without one (`mask`: false) is_causal, for which its kernel skips what is hidden.
+bare loops have transformers' default attention, which is PyTorch's SDPA with the mask of the padding.
 """
 
 import importlib
@@ -203,8 +202,6 @@ def bare(spec: dict, clock: Clock, batches: list[dict[str, torch.Tensor]]) -> No
     clock.begin()
     for batch in batches:
         useful = useful_tokens(batch)
-        if not spec["options"].get("mask", True):
-            batch.pop("attention_mask")  # padded on the right: nothing sees the padding anyway
         with torch.autocast("cpu", torch.bfloat16, enabled=bool(spec["options"].get("bf16"))):
             loss = model(**batch).loss
         loss.backward()

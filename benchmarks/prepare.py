@@ -5,8 +5,7 @@ repository.
 
 Chats, pairs and pages have log-normal lengths of 20 to 1,000 tokens (μ 5, σ 0.8: half of them below 148), of
 the words of data/pretrain. `*.ordered.jsonl` holds the rows in the order in which our run takes them, for the
-peers, which read sequentially; `*.lengths.json` the tokens of each, counted here with the tokenizer alone;
-`*.tokens.json` the tokens and labels of each, for peers that cannot take the chat template.
+peers, which read sequentially; `*.lengths.json` the tokens of each, counted here with the tokenizer alone.
 """
 
 import hashlib
@@ -137,32 +136,12 @@ def main(folder: Path) -> None:
     def tokens(messages: list[dict]) -> list[int]:
         return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True).input_ids
 
-    def labelled(messages: list[dict]) -> dict[str, list[int]]:
-        """Tokens, and labels: the same where the assistant speaks, else -100."""
-        found = tokenizer.apply_chat_template(
-            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        labels = [i if said else -100 for i, said in zip(found.input_ids, found.assistant_masks, strict=True)]
-        return {"input_ids": found.input_ids, "labels": labels}
-
     words = Words(tokenizer, 0)
     chats = [chat(words) for _ in range(CHATS)]
     write_rows(folder, "chats", chats, Order([CHATS], 0), [len(tokens(row["messages"])) for row in chats])
     pairs = [pair(words) for _ in range(PAIRS)]
     sizes = [[len(tokens(row["prompt"] + row[side])) for side in ("chosen", "rejected")] for row in pairs]
     write_rows(folder, "pairs", pairs, Order([PAIRS], 0), sizes)
-    given = {
-        name: [json.loads(line) for line in open(folder / f"{name}.ordered.jsonl")]
-        for name in ("chats", "pairs")
-    }
-    (folder / "chats.tokens.json").write_text(
-        json.dumps([labelled(row["messages"]) for row in given["chats"]])
-    )
-    both = [
-        {side: labelled(row["prompt"] + row[side]) for side in ("chosen", "rejected")}
-        for row in given["pairs"]
-    ]
-    (folder / "pairs.tokens.json").write_text(json.dumps(both))
     grpo = [json.loads(line) for line in open("data/grpo/train.jsonl", encoding="utf-8")]
     write_rows(folder, "prompts", grpo, Order([len(grpo)], 0), None)
 

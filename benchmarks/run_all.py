@@ -1,10 +1,7 @@
 """All benchmarks, one after the other, and the tables of docs/benchmarks.md made of their results.
 
-python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle python
-benchmarks/run_all.py --report         # measures nothing; prints all tables, with spread, machine and
-versions
-
-others.py, which needs interpreters of other environments, is run by itself.
+python benchmarks/run_all.py [--rounds 3]     # the machine should be otherwise idle
+python benchmarks/run_all.py --report         # measures nothing; prints all tables, with spread, machine and versions
 """
 
 import argparse
@@ -17,7 +14,8 @@ from compare import HERE, RESULTS, ROOT, markdown
 
 # of a table in docs/benchmarks.md, which starts with a line that names it: tables_of_the_page
 END = "<!-- end -->"
-STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup", "limits")
+STAGES = ("sft", "dpo", "grpo", "pretrain", "head", "startup")
+FROZEN = ("limits", "others")  # measured once, at the commit that docs/benchmarks.md names
 # What is aimed at: (result, table, side, figure, direction, floor, words). See LOG.md for what was tried to
 # reach it.
 FLOORS = (
@@ -84,28 +82,6 @@ def tables_of(name: str) -> list[dict[str, Any]]:
     return json.loads(file.read_text())["tables"] if file.exists() else []
 
 
-def others() -> list[str]:
-    """How much faster ours is than each side of other peers, and its share of their memory: a column a
-    table."""
-    tables = [
-        table for table in tables_of("others") if "speedup" in next(iter(list(table["sides"].values())[1:]))
-    ]
-    sides = dict.fromkeys(side for table in tables for side in table["sides"] if side != "ours")
-    titles = [table["title"].removesuffix(", other peers") for table in tables]
-    lines = ["| " + " | ".join(["ours beside", *titles]) + " |", "|---" * (len(titles) + 1) + "|"]
-    for side in sides:
-        cells = []
-        for table in tables:
-            entry = table["sides"].get(side)
-            cells.append(
-                f"{entry['speedup_cpu']['median']:.2f}×, memory {entry['memory']['median']:.2f}×"
-                if entry
-                else ""
-            )
-        lines.append("| " + " | ".join([side, *cells]) + " |")
-    return lines
-
-
 def shakespeare() -> list[str]:
     """The recipe for a CPU, as far as it was measured: a column a side."""
     found = {
@@ -133,18 +109,6 @@ def shakespeare() -> list[str]:
     return rows
 
 
-def limits() -> list[str]:
-    """Of limits.py: run, shares of matrix products and attention, and how much faster it would be without the
-    rest."""
-    rows = [
-        line.split("|")
-        for table in tables_of("limits")
-        for line in table["markdown"].splitlines()
-        if line.startswith("|")
-    ]
-    return ["|".join(["", *(row[column] for column in (1, 3, 4, 8)), ""]) for row in rows]
-
-
 def measured_on(table: dict[str, Any]) -> str:
     where = table["machine"]
     versions = ", ".join(f"{library} {version}" for library, version in where["versions"].items())
@@ -160,7 +124,7 @@ def show() -> None:
     less. Peak memory is the resident memory of the whole process up to its last step; `losses`: the largest
     difference from ours in the first steps.
     """
-    for name in (*STAGES, "others"):
+    for name in (*STAGES, *FROZEN):
         for table in tables_of(name):
             print(f"{table.get('markdown') or markdown(table)}\n{measured_on(table)}\n")
 
@@ -176,7 +140,7 @@ def report() -> None:
 
 
 def tables_of_the_page() -> dict[str, list[str]]:
-    return {"benchmarks": floors(), "others": others(), "shakespeare": shakespeare(), "limits": limits()}
+    return {"benchmarks": floors(), "shakespeare": shakespeare()}
 
 
 def main() -> None:

@@ -45,22 +45,52 @@ SFT += "--eval_max_new_tokens 4".split()
 GRPO = "--config data/configs/grpo.yaml --model_name_or_path data/base_model --max_train_samples 20 --eval_steps 0".split()
 GRPO += "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 4 --save_steps 1".split()
 TEMPORARY: list[tempfile.TemporaryDirectory] = []  # folders that go with the process
-EXPERIMENTS = sorted(path.stem.removeprefix("train_") for path in (ROOT / "experiments").glob("train_*.py"))
+DIFFS = sorted(path.stem for path in (ROOT / "experiments").glob("*.diff"))  # experiments.apply writes these
+FILES = {path.stem.removeprefix("train_") for path in (ROOT / "experiments").glob("train_*.py")} - {*DIFFS}
+EXPERIMENTS = sorted([*DIFFS, *FILES])
+
+
+@functools.cache
+def applied_folder() -> Path:
+    """A folder on Python's path with the experiments that are kept as diffs, one script each. A diff that
+    does not apply has none (tests/scripts/test_experiments.py says why)."""
+    from common.errors import UserError
+
+    from experiments.apply import apply
+
+    TEMPORARY.append(tempfile.TemporaryDirectory())
+    folder = Path(TEMPORARY[-1].name)
+    (folder / "common.py").symlink_to(ROOT / "experiments" / "common.py")  # for runs by the script's path
+    for name in DIFFS:
+        with contextlib.suppress(UserError):
+            (folder / f"train_{name}.py").write_text(apply(name))
+    sys.path.append(str(folder))
+    return folder
+
+
+def path_of(stage: str) -> Path:
+    """The script."""
+    if stage in DIFFS:
+        return applied_folder() / f"train_{stage}.py"
+    folder = ROOT / "experiments" if stage in EXPERIMENTS else ROOT
+    return folder / f"train_{stage}.py"
 
 
 def module_of(stage: str) -> str:
-    return f"experiments.train_{stage}" if stage in EXPERIMENTS else f"train_{stage}"
+    if stage in DIFFS:
+        applied_folder()  # where Python finds it
+    return f"experiments.train_{stage}" if stage in FILES else f"train_{stage}"
 
 
 def words_of(stage: str) -> list[str]:
     """What follows `python` or a launcher, to run a script from the repository's root."""
-    return ["-m", module_of(stage)] if stage in EXPERIMENTS else [f"train_{stage}.py"]
+    return ["-m", module_of(stage)] if stage in FILES else [str(path_of(stage))]
 
 
 def demo(stage: str) -> str:
     """The settings of a script's demo."""
     if stage in EXPERIMENTS:
-        return re.search(r'demo="(.+?)"', (ROOT / "experiments" / f"train_{stage}.py").read_text())[1]
+        return re.search(r'demo="(.+?)"', path_of(stage).read_text())[1]
     return f"data/configs/{stage}.yaml"
 
 
@@ -72,7 +102,7 @@ def teacher() -> str:
     import torch
 
     TEMPORARY.append(tempfile.TemporaryDirectory())
-    folder = Path(TEMPORARY[0].name, "teacher")
+    folder = Path(TEMPORARY[-1].name, "teacher")
     shutil.copytree(ROOT / "data" / "base_model", folder)
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)

@@ -83,11 +83,28 @@ def write_report(folders: list[Path], file: Path) -> None:
         if (folder / "metrics.jsonl").is_file():
             run["news"] = round((folder / "metrics.jsonl").stat().st_mtime)
         run["state"] = true_state(run["state"], folder)
+    part_losses(runs)
     if len({run["name"] for run in runs}) < len(runs):  # folders with the same name in different places
         runs = [run | {"name": run["folder"]} for run in runs]
     write_page(
         file, runs, {"settings": differing(runs), "rates": compare_rates(folders)} if len(runs) > 1 else None
     )
+
+
+def part_losses(runs: list[Row]) -> None:
+    """Losses of different scripts are different quantities: give each script's a plot of its own."""
+    if len({run["script"] for run in runs}) < 2:
+        return
+    for run in runs:
+        renamed = {}
+        for frame in run["frames"]:
+            if "loss" in frame["name"]:
+                renamed[frame["name"]] = f"{frame['name']} of {run['script']}"
+        for frame in run["frames"]:
+            frame["name"] = renamed.get(frame["name"], frame["name"])
+        for curve in run["curves"]:
+            curve["frame"] = renamed.get(curve["frame"], curve["frame"])
+        run["constant"] = {renamed.get(name, name): value for name, value in run["constant"].items()}
 
 
 def true_state(state: str, folder: Path) -> str:

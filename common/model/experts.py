@@ -8,7 +8,7 @@ choose by sigmoids), then
 
 scaled as in transformers, where `router_aux_loss_coef` multiplies it: with a perfectly balanced layer it
 equals the number of experts per token. transformers averages f and P over the layers before multiplying them,
-so that layers may favour different experts at no cost; here each layer is balanced (benchmarks/moe.py has
+so that layers may favour different experts at no cost; here each layer is balanced (docs/models.md has
 figures).
 
 Every token of every sequence counts once, trained or not; tokens of a shared prefix count once for each of

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from typing import Any
@@ -264,6 +265,7 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
         "device": torch.cuda.get_device_name()
         if accelerator.device.type == "cuda"
         else str(accelerator.device),
+        "processor": processor(),
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "distributed": accelerator.distributed_type.value,
@@ -271,6 +273,27 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
         "versions": {name: sys.modules[name].__version__ for name in libraries},
         "python": platform.python_version(),
     }
+
+
+def processor() -> str:
+    """The model of the CPU: as Linux names it, or as Python does."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of the git repository that a folder is in, with "-dirty" if files of it were changed since.
+    None: there is no repository, or no git."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

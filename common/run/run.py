@@ -35,7 +35,7 @@ from common.run.checkpoint import check_modules, export, load_extra, load_kept, 
 from common.run.describe import describe
 from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder
 from common.run.launch import NEVER_FREED, start
-from common.run.metrics import Metrics, machine
+from common.run.metrics import Metrics, commit_of, machine
 from common.run.nonfinite import NonFinite
 from common.run.parts.alerts import Alerts
 from common.run.parts.best import Best
@@ -382,6 +382,8 @@ class Run:
         usual = defaults(type(self.args))
         changed = [name for name, value in vars(self.args).items() if value != usual[name]]
         known = {"script": os.path.relpath(self.script), "changed": changed} | machine(self.accelerator)
+        if self.accelerator.is_main_process:
+            known["commit"] = commit_of(Path(self.script).resolve().parent)
         text = f"from {self.resume_from or 'the beginning'}"
         self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
 

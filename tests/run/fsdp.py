@@ -4,7 +4,7 @@ LAUNCHER = """
 import importlib, os, sys
 sys.path.insert(0, os.getcwd())
 from common.command_line import launch
-import common.model.fused_head, yaml
+import common.model.fused_head, tests.conftest, yaml
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 config = yaml.safe_load(open(f"accelerate_configs/{os.environ.get('CONFIG', 'fsdp2')}.yaml"))
@@ -18,8 +18,7 @@ PartialState(cpu=True)
 PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 common.model.fused_head.HEAD_CHUNK_ELEMENTS["cpu"], common.model.fused_head.HEAD_CHUNK_ROWS["cpu"] = 1, 64
 stage = sys.argv[1]
-folder = "experiments." if os.path.exists("experiments/train_" + stage + ".py") else ""
-script = importlib.import_module(folder + f"train_{stage}")
+script = importlib.import_module(tests.conftest.module_of(stage))
 sys.argv[1:] = sys.argv[3:]
 exec(os.environ.get("FIRST", ""))
 launch(script.main, script.Args, f"data/configs/{stage}.yaml")

@@ -172,7 +172,7 @@ def test_micro_batches_are_filled_by_tokens_where_that_is_asked_for(launch, data
 
 @pytest.mark.parametrize("packing", ["wrapped", "bfd"])
 def test_a_second_head_looks_further_ahead(packing, launch, tmp_path, base):
-    """experiments/train_mtp.py: it predicts each token from the state two tokens before it in its row. Some
+    """experiments/mtp.diff: it predicts each token from the state two tokens before it in its row. Some
     documents begin alike, and their beginning is computed once."""
     texts = [*DOCUMENTS, DOCUMENTS[0] + "?", DOCUMENTS[0] + "!"]
     words = [

@@ -26,7 +26,18 @@ import numpy as np
 
 PAGE = Path(__file__).parent / "page"
 # in this order
-SCRIPTS = ("chart", "switches", "top", "curves", "samples", "completions", "facts", "compare", "page")
+SCRIPTS = (
+    "elements",
+    "chart",
+    "switches",
+    "top",
+    "curves",
+    "samples",
+    "completions",
+    "facts",
+    "compare",
+    "page",
+)
 SECONDS = 20  # between two pages, if nothing was evaluated
 SHARE = 50  # and always this many times the time that the last page took
 POINTS, NUMBERS = 800, 145_000  # of a curve; in all curves of a page, about ten bytes each
@@ -38,7 +49,7 @@ SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes
 STATES = {"started": "running", "resumed": "running"} | {
     word: word for word in ("stopped", "died", "finished")
 }
-OF_THE_MACHINE = ("device", "processes", "mixed_precision", "distributed", "python")
+OF_THE_MACHINE = ("device", "processor", "processes", "mixed_precision", "distributed", "commit", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
 NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
@@ -46,6 +57,10 @@ MIDDLE = ("loss", "completions/mean_length", "entropy", "kl")
 LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
 MACHINE = LAST[1:]
 SCORE = re.compile(r"rewards/(.+)/mean")
+OF_A_SHARE = re.compile(
+    "accurac|confidence|ratio|frac_|frequency|clipped|unused"
+)  # in [0, 1], by their names
+NOT_A_SHARE = re.compile("loss|perplexity|entropy|bits_per_byte|kl")
 
 Row = dict[str, Any]
 
@@ -217,9 +232,8 @@ def curves_of(points: dict[str, np.ndarray]) -> Row:
         least, greatest = float(values.min()), float(values.max())
         if least == greatest and len(values) > len(names):
             constant[frame] = short(least)
-        frames.append(
-            {"name": frame, "log": is_logarithmic(frame, least, greatest), "machine": frame in MACHINE}
-        )
+        log, share = is_logarithmic(frame, least, greatest), is_share(frame, names, least, greatest)
+        frames.append({"name": frame, "log": log, "share": share, "machine": frame in MACHINE})
         for name in names:
             curve = {
                 "name": name,
@@ -270,6 +284,14 @@ def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
     """Whether a plot reads better on a logarithmic scale: a loss that falls to a small fraction of its
     start."""
     return bool(re.search("loss|perplexity", frame)) and least > 0 and greatest > 8 * least
+
+
+def is_share(frame: str, names: list[str], least: float, greatest: float) -> bool:
+    """Whether a plot is of a share, whose axis ends at 0 and 1 and has a smallest span: one of 128
+    completions is no collapse."""
+    is_score = any(SCORE.fullmatch(name) for name in names) or names[0].startswith("eval_")
+    is_named = OF_A_SHARE.search(frame) or (is_score and not NOT_A_SHARE.search(frame))
+    return bool(is_named) and 0 <= least and greatest <= 1
 
 
 # --- events and texts ---------------------------------------------------------------------------------------
@@ -451,7 +473,11 @@ def about(begun: Row, data: Row) -> list[list[str]]:
     found = {"model": model.pop("class", None)}
     found["parameters"] = " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts)
     found |= model | {name: begun.get(name) for name in OF_THE_MACHINE} | (begun.get("versions") or {})
-    return [[name.replace("_", " "), cut(as_typed(value), SETTING)] for name, value in found.items() if value]
+    return [
+        [name.replace("_", " "), cut(as_typed(value), SETTING)]
+        for name, value in found.items()
+        if value and str(value).lower() != "no"
+    ]
 
 
 def command_of(script: str, folder: Path, begun: Row) -> str:

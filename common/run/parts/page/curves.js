@@ -1,25 +1,5 @@
 // The frames with their curves, and the line of time with what happened.
 
-function section(id, title, aside, ...content) {
-  return element("section", { id }, element("h2", {}, title, aside ? element("small", {}, aside) : null), content);
-}
-
-function sectionLinks() {
-  return [...SECTIONS]
-    .filter(([, , has]) => has())
-    .map(([id, name]) =>
-      element(
-        "button",
-        {
-          type: "button",
-          class: "plain",
-          onclick: () => document.getElementById(id)?.scrollIntoView({ behavior: "smooth" }),
-        },
-        name,
-      ),
-    );
-}
-
 let charts = [];
 const listeners = {
   point: (x, from) => charts.forEach((chart) => chart.show(x, chart === from)),
@@ -30,33 +10,38 @@ function drawCharts() {
   charts.forEach((chart) => chart.draw());
 }
 
+function redrawCurves() {
+  charts = charts.filter((chart) => chart instanceof Timeline);
+  document.getElementById("curves").replaceWith(curves());
+  drawCharts();
+}
+
 function curves() {
   const frames = new Map();
-  for (const { run } of visible())
-    for (const frame of run.frames) frames.set(frame.name, { ...frame, log: frame.log || frames.get(frame.name)?.log });
-  const constant = [...frames.keys()].filter(isConstant);
-  const all = [...frames.values()].filter((frame) => !constant.includes(frame.name));
-  const lead = all.filter((frame) => !frame.machine).slice(0, 3);
-  const rest = all.filter((frame) => !lead.includes(frame));
-  const more = [...rest.filter((frame) => !frame.machine), ...rest.filter((frame) => frame.machine)];
+  for (const { run } of visible()) {
+    for (const frame of run.frames) {
+      const known = frames.get(frame.name) || frame;
+      frames.set(frame.name, { ...frame, log: frame.log || known.log, share: frame.share && known.share });
+    }
+  }
+  const word = state.find.trim().toLowerCase();
+  const all = [...frames.values()].filter(({ name }) => name.toLowerCase().includes(word));
+  const constant = all.filter(({ name }) => isConstant(name));
+  const drawn = all.filter((frame) => !constant.includes(frame));
+  const [learned, machine] = [drawn.filter((frame) => !frame.machine), drawn.filter((frame) => frame.machine)];
   const make = (height) => (frame) => {
     const chart = new Chart(frame, seriesOf(frame.name), several() ? [] : troubles(), axisSettings, height, listeners);
     charts.push(chart);
     return chart.node;
   };
+  const same = constant.map(({ name }) => element("span", {}, `${name} ${shown(constantIn(name)[0])}`));
   return element(
     "section",
     { id: "curves" },
-    element("div", { class: "frames lead" }, lead.map(make(210))),
-    element("div", { class: "frames" }, more.map(make(132))),
-    constant.length
-      ? element(
-          "p",
-          { class: "dim constant" },
-          "the same throughout: ",
-          constant.map((name) => element("span", {}, `${name} ${shown(constantIn(name)[0])}`)),
-        )
-      : null,
+    element("div", { class: "frames lead" }, learned.slice(0, 3).map(make(210))),
+    element("div", { class: "frames" }, [...learned.slice(3), ...machine].map(make(132))),
+    same.length ? element("p", { class: "dim constant" }, "the same throughout: ", same) : null,
+    all.length ? null : element("p", { class: "dim" }, `no chart is called “${state.find}”`),
   );
 }
 
@@ -66,25 +51,29 @@ const constantIn = (name) => [
 ];
 const isConstant = (name) => constantIn(name).length === 1 && constantIn(name)[0] !== undefined;
 
+const KINDS = { memory_gib: "now", peak_memory_gib: "peak" };
+const OTHERS = ["eval", "eval2", "eval3"]; // colours of evaluations
+const EXACT = ["learning_rate", "memory_gib", "bad_steps"]; // frames of which nothing is noise
+
 function seriesOf(frame) {
   const found = [];
   for (const { run, k, unit } of visible()) {
     // Side by side, one curve of a kind is enough: of memory its peak, of several temperatures the first.
-    const dropped = (name) => several() && (name === "memory_gib" || /_t[\d.]+$/.test(name));
-    const mine = run.curves.filter((curve) => curve.frame === frame && !dropped(curve.name));
-    const both = mine.some((curve) => curve.eval) && mine.some((curve) => !curve.eval);
-    let evaluations = 0;
+    const isDropped = (name) => several() && (name === "memory_gib" || /_t[\d.]+$/.test(name));
+    const mine = run.curves.filter((curve) => curve.frame === frame && !isDropped(curve.name));
+    let others = 0;
     for (const curve of mine) {
       const hot = /_t([\d.]+)$/.exec(curve.name);
       const kind = curve.eval ? `eval${hot ? ` at ${hot[1]}` : ""}` : (KINDS[curve.name] ?? (curve.machine ? "" : "train"));
-      const single =
-        curve.eval || curve.name === "peak_memory_gib" ? ["eval", "eval2", "eval3"][evaluations++ % 3] : "train";
+      const isOther = curve.eval || curve.name === "peak_memory_gib";
+      const own = isOther ? OTHERS[others++ % OTHERS.length] : "train";
       found.push({
         ...curve,
         exact: EXACT.includes(frame),
         title: (several() ? `${run.name}: ` : "") + curve.name,
-        label: several() ? run.name + (both && curve.eval ? " eval" : "") + (hot ? ` at ${hot[1]}` : "") : kind,
-        colour: several() ? colourOf(k) : single,
+        label: several() ? `${run.name} ${kind}` : kind,
+        colour: several() ? colourOf(k) : own,
+        steps: curve.x,
         x: curve.x.map(unit),
       });
     }
@@ -92,103 +81,71 @@ function seriesOf(frame) {
   return found;
 }
 
-const KINDS = { memory_gib: "now", peak_memory_gib: "peak" };
-const EXACT = ["learning_rate", "memory_gib", "bad_steps"]; // frames of which nothing is noise
+// --- what happened ----------------------------------------------------------------------------------------------------
+
 const TROUBLE = ["memory", "spike", "bad", "not saved"];
+const isTrouble = (event) => TROUBLE.includes(event.kind);
 
 function troubles() {
   const unit = unitOf(runs[0]);
-  return runs[0].events
-    .filter((event) => [...TROUBLE, "resumed"].includes(event.kind))
-    .slice(0, 60)
-    .map((event) => ({
-      x: unit(event.step),
-      kind: event.kind === "resumed" ? "resumed" : "trouble",
-      text: `${event.kind} at step ${event.step}: ${event.text}`,
-    }));
+  const marked = runs[0].events.filter((event) => isTrouble(event) || event.kind === "resumed");
+  return marked.slice(0, 60).map((event) => ({
+    x: unit(event.step),
+    kind: isTrouble(event) ? "trouble" : "resumed",
+    text: `${event.kind} at step ${event.step}: ${event.text}`,
+  }));
 }
-
-// --- what happened ----------------------------------------------------------------------------------------------------
 
 const LANES = [
   ["run", ["started", "resumed", "stopped", "died", "finished"]],
+  ["evaluated", ["evaluated"]],
   ["saved", ["saved"]],
   ["best", ["best"]],
   ["trouble", TROUBLE],
 ];
-const GLYPHS = {
-  started: "M-3.5 -4.5 L4.5 0 L-3.5 4.5Z",
-  resumed: "M-3.5 -4.5 L4.5 0 L-3.5 4.5Z",
-  stopped: "M-4 -4H4V4H-4Z",
-  finished: "M0 -5A5 5 0 1 1 -.01 -5Z",
-  saved: "M-3 -3H3V3H-3Z",
-  best: "M0 -5.5 L1.6 -1.7 L5.5 -1.5 L2.5 1 L3.5 5 L0 2.8 L-3.5 5 L-2.5 1 L-5.5 -1.5 L-1.6 -1.7Z",
-};
+const GLYPHS = { started: "▶", resumed: "▶", stopped: "■", finished: "●", evaluated: "❘", saved: "▪", best: "★" };
 
 // A strip under the curves' axis: a lane for each kind of thing that happened.
 class Timeline {
   constructor() {
     this.svg = element("svg:svg", { class: "timeline", role: "img", "aria-label": "what happened, over the run" });
-    this.text = element("span", { class: "dim" });
-    this.run = runs[0];
+    const evaluated = runs[0].curves.filter((curve) => curve.eval).flatMap((curve) => curve.x);
+    const events = [...runs[0].events, ...[...new Set(evaluated)].map((step) => ({ kind: "evaluated", step }))];
+    const lanes = LANES.map(([name, kinds]) => [name, events.filter(({ kind }) => kinds.includes(kind))]);
+    this.lanes = lanes.filter(([, found]) => found.length);
   }
 
   draw() {
     const width = Math.max(260, this.svg.getBoundingClientRect().width || 600);
-    const [from, to] = domain(),
-      unit = unitOf(this.run),
-      left = 60,
-      right = 12;
-    const evaluated = [...new Set(this.run.curves.filter((curve) => curve.eval).flatMap((curve) => curve.x))];
-    const lanes = LANES.map(([name, kinds]) => [name, this.run.events.filter((event) => kinds.includes(event.kind))]).filter(
-      ([, events]) => events.length,
-    );
-    if (evaluated.length)
-      lanes.splice(lanes.length && lanes[0][0] === "run" ? 1 : 0, 0, [
-        "evaluated",
-        evaluated.map((step) => ({ kind: "evaluated", step, text: "" })),
-      ]);
-    const X = (x) => left + ((x - from) / (to - from || 1)) * (width - left - right);
-    const drawn = [];
-    lanes.forEach(([name, events], row) => {
+    const [from, to] = domain();
+    const [unit, left, right] = [unitOf(runs[0]), 60, width - 12];
+    this.X = (x) => left + ((x - from) / (to - from || 1)) * (right - left);
+    const drawn = this.lanes.flatMap(([name, events], row) => {
       const y = 14 + 20 * row;
-      drawn.push(
-        element("svg:text", { class: "tick", x: 0, y: y + 4 }, name),
-        element("svg:line", { class: "grid", x1: left, x2: width - right, y1: y, y2: y }),
-      );
-      for (const event of events) {
-        const x = unit(event.step);
-        if (x < from || x > to) continue;
+      const inside = events.filter(({ step }) => unit(step) >= from && unit(step) <= to);
+      const glyphs = inside.map((event) => {
         const text = describeEvent(event);
         const attributes = {
-          class: `glyph ${TROUBLE.includes(event.kind) ? "trouble" : event.kind.replace(" ", "-")}`,
-          transform: `translate(${X(x).toFixed(1)} ${y})`,
-          onpointerenter: () => {
-            this.text.textContent = text;
-          },
+          class: `glyph ${isTrouble(event) ? "trouble" : event.kind}`,
+          x: this.X(unit(event.step)),
+          y: y + 4,
         };
-        drawn.push(
-          element(
-            "svg:g",
-            attributes,
-            element("svg:path", {
-              d: GLYPHS[event.kind] || (event.kind === "evaluated" ? "M0 -3.5V3.5" : "M0 -5 L5 4 L-5 4Z"),
-            }),
-            element("svg:title", {}, text),
-          ),
-        );
-      }
+        return element("svg:text", attributes, GLYPHS[event.kind] || "▲", element("svg:title", {}, text));
+      });
+      return [
+        element("svg:text", { class: "tick", x: 0, y: y + 4 }, name),
+        element("svg:line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
+        ...glyphs,
+      ];
     });
-    const height = 10 + 20 * lanes.length;
+    const height = 10 + 20 * this.lanes.length;
     this.svg.setAttribute("height", height);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.cursor = element("svg:line", { class: "cursor-line", y1: 2, y2: height - 2, visibility: "hidden" });
     this.svg.replaceChildren(...drawn, this.cursor);
-    this.X = X;
   }
 
   show(x) {
-    if (!this.cursor) return;
     this.cursor.setAttribute("visibility", x === null ? "hidden" : "visible");
     if (x !== null) for (const end of ["x1", "x2"]) this.cursor.setAttribute(end, this.X(x));
   }
@@ -200,30 +157,14 @@ const describeEvent = (event) =>
 function happened() {
   const timeline = new Timeline();
   charts.push(timeline);
-  const rows = runs[0].events.map((event) =>
-    element(
-      "tr",
-      { class: TROUBLE.includes(event.kind) ? "trouble" : "" },
-      element("td", { class: "number" }, shown(event.step)),
-      element("td", {}, event.kind),
-      element("td", {}, event.text || ""),
-      element("td", { class: "dim" }, event.time ? when(event.time) : ""),
-    ),
-  );
-  const trouble = runs[0].events.filter((event) => TROUBLE.includes(event.kind)).length;
-  const { happened: count } = runs[0];
+  const { events, happened: count } = runs[0];
+  const rows = events.map((event) => ({
+    class: isTrouble(event) ? "trouble" : "",
+    cells: [event.step, event.kind, event.text || "", event.time ? dim(when(event.time)) : ""],
+  }));
+  const trouble = events.filter(isTrouble).length;
   const entries = count > rows.length ? `${rows.length} of ${count} entries` : `${rows.length} entries`;
-  const summary = trouble ? `${entries}, ${trouble} of trouble` : entries;
-  return section(
-    "happened",
-    "What happened",
-    null,
-    timeline.svg,
-    element(
-      "details",
-      {},
-      element("summary", {}, summary, timeline.text),
-      element("div", { class: "scroll" }, element("table", {}, element("tbody", {}, rows))),
-    ),
-  );
+  const summary = element("summary", {}, trouble ? `${entries}, ${trouble} of trouble` : entries);
+  const list = element("details", {}, summary, element("div", { class: "scroll" }, table(null, rows)));
+  return element("section", { id: "happened" }, timeline.svg, list);
 }

@@ -13,6 +13,12 @@ const SECTIONS = [
   ["machine", "machine", () => one() && (runs[0].memory || runs[0].about.length), machineSection],
   ["settings", "settings", () => one() && runs[0].settings.length, settingsSection],
 ];
+const presentSections = () => SECTIONS.filter(([, , isThere]) => isThere());
+
+const sectionLinks = () =>
+  presentSections().map(([id, name]) =>
+    button(name, () => document.getElementById(id).scrollIntoView({ behavior: "smooth" })),
+  );
 
 // A section; where a file of the run was damaged, the others stand all the same.
 function drawn([id, title, , make]) {
@@ -26,26 +32,18 @@ function drawn([id, title, , make]) {
 function update() {
   document.documentElement.dataset.theme = state.theme;
   charts = [];
-  const sections = SECTIONS.filter(([, , has]) => has()).map(drawn);
-  const empty = runs.some((run) => run.curves.length)
-    ? null
-    : element("p", { class: "empty" }, "Nothing has been logged yet.");
-  document
-    .getElementById("page")
-    .replaceChildren(
-      top_(),
-      switches(),
-      ...(empty ? [empty] : []),
-      ...sections,
-      element(
-        "footer",
-        {},
-        several() ? "" : `${runs[0].folder} · `,
-        live() ? `renews itself every ${RENEW / 1000} s` : `written ${when(Math.max(...runs.map((run) => run.written)))}`,
-        " · Plainloop",
-      ),
-    );
-  document.getElementById("page").dataset.drawn = "yes";
+  const page = document.getElementById("page");
+  const isEmpty = !runs.some((run) => run.curves.length);
+  const written = `written ${when(Math.max(...runs.map((run) => run.written)))}`;
+  const folder = several() ? "" : `${runs[0].folder} · `;
+  page.replaceChildren(
+    head(),
+    switches(),
+    isEmpty ? element("p", { class: "empty" }, "Nothing has been logged yet.") : "",
+    ...presentSections().map(drawn),
+    element("footer", {}, folder, written, live() && ", renews itself", " · drag in a chart to look closer · Plainloop"),
+  );
+  page.dataset.drawn = "yes";
   drawCharts();
 }
 
@@ -58,11 +56,8 @@ const live = () => one() && runs[0].state === "running";
 
 function renew() {
   if (!live()) return;
-  const frame = element("iframe", {
-    hidden: true,
-    title: "newer data",
-    src: `${location.href.split(/[?#]/)[0]}?data=${Date.now()}`,
-  });
+  const src = `${location.href.split(/[?#]/)[0]}?data=${Date.now()}`;
+  const frame = element("iframe", { hidden: true, title: "newer data", src });
   const done = () => {
     window.removeEventListener("message", take);
     frame.remove();
@@ -72,37 +67,37 @@ function renew() {
   function take(event) {
     if (event.source !== frame.contentWindow || !event.data?.runs) return;
     clearTimeout(limit);
-    if (event.data.runs[0].written !== runs[0].written && !String(getSelection())) {
-      ({ runs, compared } = event.data);
-      const places = [...document.querySelectorAll(".list, .scroll")].map((node) => node.scrollTop);
-      const open = document.querySelector("details")?.open;
-      update();
-      document.querySelectorAll(".list, .scroll").forEach((node, i) => {
-        node.scrollTop = places[i] || 0;
-      });
-      if (open) document.querySelector("details").open = true;
-    }
+    const isNew = event.data.runs[0].written !== runs[0].written;
+    if (isNew && !String(getSelection()) && document.activeElement?.type !== "search") replaceData(event.data);
     done();
   }
   window.addEventListener("message", take);
   document.body.append(frame);
 }
 
+function replaceData(data) {
+  const lists = () => [...document.querySelectorAll(".list, .scroll")];
+  const places = lists().map((node) => node.scrollTop);
+  const isOpen = document.querySelector("details")?.open;
+  ({ runs, compared } = data);
+  update();
+  if (isOpen) document.querySelector("details").open = true;
+  lists().forEach((node, i) => node.scrollTo(0, places[i] || 0));
+}
+
 if (location.search.startsWith("?data") && window.parent !== window) {
   window.parent.postMessage({ runs, compared }, "*");
 } else {
-  readAddress();
-  update();
-  window.addEventListener("hashchange", () => {
+  const start = () => {
     readAddress();
     update();
-  });
+  };
+  start();
+  window.addEventListener("hashchange", start);
   let width = innerWidth;
   window.addEventListener("resize", () => {
-    if (innerWidth !== width) {
-      width = innerWidth;
-      drawCharts();
-    }
+    if (innerWidth !== width) drawCharts();
+    width = innerWidth;
   });
   setTimeout(renew, RENEW);
 }

@@ -1,47 +1,33 @@
 // The top of the page: the name, the state, the figures that matter; of several runs, a table of them.
 
-const STATES = { running: "running", finished: "finished", stopped: "stopped", died: "died", killed: "killed", unknown: "" };
-
 function silence(run) {
   const seconds = Date.now() / 1000 - (run.news || run.written);
-  return run.state === "running" && seconds > 900 ? `no news for ${duration(seconds)}` : "";
+  return run.state === "running" && seconds > 900 ? ` · no news for ${duration(seconds)}` : "";
 }
 
-function top_() {
-  const theme = choice("theme", [
-    ["auto", "auto"],
-    ["light", "light"],
-    ["dark", "dark"],
-  ]);
+function head() {
+  const theme = choice("theme", [["auto"], ["light"], ["dark"]]);
   if (several()) {
-    return element(
-      "header",
-      {},
-      element("div", { class: "title" }, element("h1", {}, `${runs.length} runs compared`), theme),
-      runsTable(),
-    );
+    const title = element("div", { class: "title" }, element("h1", {}, `${runs.length} runs compared`), theme);
+    return element("header", {}, title, runsTable());
   }
   const run = runs[0];
   const model = (run.about.find(([name]) => name === "model") || [])[1];
+  const state = run.state === "unknown" ? null : element("span", { class: `state ${run.state}` }, run.state, silence(run));
+  const words = [run.script, model, `written ${when(run.written)}`].filter(Boolean);
+  const figures = keyFigures(run).slice(0, 4);
   return element(
     "header",
     {},
-    element(
-      "div",
-      { class: "title" },
-      element("h1", {}, run.name),
-      element("span", { class: `state ${run.state}` }, STATES[run.state], silence(run) && ` · ${silence(run)}`),
-      element("span", { class: "dim" }, [run.script, model, `written ${when(run.written)}`].filter(Boolean).join(" · ")),
-      theme,
-    ),
+    element("div", { class: "title" }, element("h1", {}, run.name), state, dim(words.join(" · ")), theme),
     element(
       "div",
       { class: "figures" },
-      keyFigures(run).map(({ name, before, after }) =>
+      figures.map(({ frame, before, after }) =>
         element(
           "div",
           { class: "figure" },
-          element("span", { class: "dim" }, name),
+          dim(frame),
           element("strong", {}, shown(after)),
           before === undefined ? null : element("span", { class: "from" }, `from ${shown(before)}`),
         ),
@@ -55,137 +41,60 @@ function top_() {
   );
 }
 
-// What was evaluated, before and after, in the order of the frames; without evaluations, what was trained.
-function keyFigures(run, most = 4) {
-  const found = [];
-  for (const frame of run.frames) {
-    const name = `eval_${frame.name}`;
-    if (!frame.machine && !isConstant(frame.name) && name in run.after)
-      found.push({ name: frame.name, before: run.before[name], after: run.after[name] });
-  }
-  if (!found.length) {
-    for (const curve of run.curves) {
-      const machine = run.frames.find((frame) => frame.name === curve.frame)?.machine;
-      if (!machine && !isConstant(curve.frame)) found.push({ name: curve.frame, before: curve.y[0], after: curve.y.at(-1) });
-    }
-  }
-  return found.slice(0, most);
+// First and last value of the evaluations, in the order of the frames; without any, of what was trained.
+function keyFigures(run) {
+  const drawn = run.frames.filter((frame) => !frame.machine && !isConstant(frame.name)).map((frame) => frame.name);
+  const all = drawn.map((frame) => run.curves.filter((curve) => curve.frame === frame));
+  const firsts = (kind) => all.map((curves) => curves.find((curve) => curve.eval === kind)).filter(Boolean);
+  const found = firsts(true).length ? firsts(true) : firsts(false);
+  return found.map((curve) => ({
+    frame: curve.frame,
+    column: curve.eval ? `eval ${curve.frame}` : curve.frame,
+    before: run.before[curve.name] ?? curve.y[0],
+    after: run.after[curve.name] ?? curve.y.at(-1),
+  }));
 }
 
 function facts(run) {
-  const speed = run.seconds && run.tokens ? `${shown(run.tokens / run.seconds)} / s` : null;
+  const { step, steps, seconds, tokens, best } = run;
+  const speed = seconds ? `, ${shown(tokens / seconds)} / s` : "";
+  const isGoing = run.state === "running" && step && steps > step && seconds;
   const found = [
-    ["steps", run.steps && run.steps !== run.step ? `${shown(run.step)} of ${shown(run.steps)}` : shown(run.step)],
-    ["tokens", run.tokens ? `${shown(run.tokens)}${speed ? `, ${speed}` : ""}` : null],
-    ["time", run.seconds ? duration(run.seconds) : null],
-    [
-      "left",
-      run.state === "running" && run.steps > run.step && run.step && run.seconds
-        ? `about ${duration(((run.steps - run.step) * run.seconds) / run.step)}`
-        : null,
-    ],
-    ["memory", run.memory?.peak ? `${gib(run.memory.peak)} at most` : null],
-    [
-      "best",
-      run.best?.step
-        ? `${run.best.metric.replace("eval_", "")} ${shown(run.best.value)}, step ${shown(run.best.step)}`
-        : null,
-    ],
+    ["steps", steps && steps !== step ? `${shown(step)} of ${shown(steps)}` : shown(step)],
+    ["tokens", tokens && shown(tokens) + speed],
+    ["time", seconds && duration(seconds)],
+    ["left", isGoing && `about ${duration(((steps - step) * seconds) / step)}`],
+    ["memory", run.memory?.peak && `${gib(run.memory.peak)} at most`],
+    ["best", best?.step && `${best.metric.replace("eval_", "")} ${shown(best.value)}, step ${shown(best.step)}`],
   ];
   return found.filter(([, value]) => value);
 }
 
-const gib = (value) => (value >= 1 ? `${shown(+value.toPrecision(3))} GiB` : `${shown(+(value * 1024).toPrecision(3))} MiB`);
-const when = (seconds) => new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
-
+// A column holds one metric, as evaluated or as trained: those that several runs have, if there are any.
 function runsTable() {
-  const names = [...new Set(runs.flatMap((run) => keyFigures(run, 6).map((figure) => figure.name)))].slice(0, 7);
-  const head = ["run", ...names, "steps", "tokens", "time"].map((name, i) =>
-    element("th", { class: i ? "number" : "" }, name),
-  );
+  const found = runs.map((run) => new Map(keyFigures(run).map(({ column, after }) => [column, after])));
+  const all = [...new Set(found.flatMap((values) => [...values.keys()]))];
+  const owners = (name) => found.filter((values) => values.has(name)).length;
+  const shared = all.filter((name) => owners(name) > 1);
+  const kept = (shared.length ? shared : all).slice(0, 7);
   const rows = runs.map((run, k) => {
-    const figures = Object.fromEntries(keyFigures(run, 99).map((figure) => [figure.name, figure]));
-    return element(
-      "tr",
-      {},
-      element(
-        "td",
-        {},
-        runButton(run, k),
-        element("span", { class: "dim" }, ` ${["finished", "unknown"].includes(run.state) ? "" : run.state}`),
-      ),
-      names.map((name) => element("td", { class: "number" }, figures[name] ? shown(figures[name].after) : "–")),
-      element("td", { class: "number" }, shown(run.step)),
-      element("td", { class: "number" }, shown(run.tokens)),
-      element("td", { class: "number" }, duration(run.seconds)),
-    );
+    const state = ["finished", "unknown"].includes(run.state) ? null : dim(` ${run.state}`);
+    const values = kept.map((name) => found[k].get(name));
+    const name = element("span", {}, runButton(run, k), state);
+    return [name, ...values, run.step, run.tokens, figure(duration(run.seconds) ?? "–")];
   });
-  return element(
-    "div",
-    { class: "wide" },
-    element("table", { class: "runs" }, element("thead", {}, element("tr", {}, head)), element("tbody", {}, rows)),
-  );
+  return table(["run", ...kept, "steps", "tokens", "time"], rows, "runs");
 }
 
 // The name of a run in its colour; to press it hides the run's curves, or shows them again.
 function runButton(run, k) {
-  const hidden = new Set(state.hide.split(",").filter(Boolean));
+  const hidden = hiddenRuns();
   const shows = !hidden.delete(String(k));
   if (shows) hidden.add(String(k));
-  return element(
-    "button",
-    {
-      type: "button",
-      class: "run",
-      style: `--colour: var(--${colourOf(k)})`,
-      title: `show or hide ${run.name}`,
-      "aria-pressed": String(shows),
-      onclick: () => change({ hide: [...hidden].join(",") }),
-    },
-    element("i", {}),
-    run.name,
-  );
-}
-
-function switches() {
-  const smooth = element("input", {
-    type: "range",
-    min: "0",
-    max: "1",
-    step: "0.05",
-    value: state.smooth,
-    "aria-label": "smoothing",
-    oninput: (event) =>
-      change({ smooth: event.target.value }, () => {
-        amount.textContent = state.smooth;
-        drawCharts();
-      }),
+  return button([element("i", {}), run.name], () => change({ hide: [...hidden].join(",") }), {
+    class: "run",
+    style: `--colour: var(--${colourOf(k)})`,
+    title: `show or hide ${run.name}`,
+    "aria-pressed": String(shows),
   });
-  const amount = element("output", {}, state.smooth);
-  const axes = [
-    ["steps", "steps"],
-    ["tokens", "tokens"],
-    ["time", "hours"],
-  ].filter(([value]) => value === "steps" || knows(value === "tokens" ? "num_tokens" : "seconds"));
-  return element(
-    "nav",
-    { class: "switches" },
-    choice("x", axes),
-    choice("y", [
-      ["auto", "auto"],
-      ["linear", "linear"],
-      ["log", "log"],
-    ]),
-    element("label", {}, "smoothing", smooth, amount),
-    state.zoom
-      ? element("button", { type: "button", class: "plain", onclick: () => change({ zoom: "" }) }, "whole run")
-      : element("span", { class: "hint" }, "drag in a frame to look closer"),
-    several()
-      ? element(
-          "span",
-          { class: "chips" },
-          runs.map((run, k) => runButton(run, k)),
-        )
-      : element("span", { class: "anchors" }, sectionLinks()),
-  );
 }
