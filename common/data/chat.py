@@ -179,7 +179,7 @@ def _answer(
     context = _apply_template(before, tokenizer, tools, switches, add_generation_prompt=True)
     text = _apply_template([*before, message], tokenizer, tools, switches)
     if not text.startswith(context):
-        raise BadRow(_why_not_continued(text, context))
+        raise BadRow(_why_not_continued(context))
     written = text[len(context) :]
     end_of_words = 0
     for what, forms in _words_of(message):
@@ -196,10 +196,10 @@ def _answer(
     return Answer(context, answer, written[len(answer) :])
 
 
-def _why_not_continued(text: str, context: str) -> str:
+def _why_not_continued(context: str) -> str:
     """Why an answer's text does not begin with the text that it would be sampled after."""
-    header = context[len(os.path.commonprefix([text, context])) :]
-    if "think" in header:
+    header = context[-30:]
+    if "think" in header or "thought" in header:
         return (
             "the chat template's header begins a thought, and writes this answer without: give it a thought "
             "(reasoning_content), or another template (--chat_template chatml)"
@@ -391,8 +391,8 @@ def needs_of(tokenizer: Tokenizer) -> Needs:
         return word in text and "{'where'" not in text and '\\"where' not in text
 
     needs = Needs()
-    if not writes("question", [QUESTION], needs):
-        needs = needs._replace(parts=True)
+    if not writes("question", [QUESTION], needs) and writes("question", [QUESTION], Needs(parts=True)):
+        needs = Needs(parts=True)
     needs = needs._replace(tools=writes(WORD, [QUESTION], needs, [TOOL]))
     needs = needs._replace(thoughts=writes(WORD, [QUESTION, THOUGHT], needs._replace(thoughts=True)))
     for short_ids, no_content, text_arguments in itertools.product((False, True), repeat=3):

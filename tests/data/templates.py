@@ -45,6 +45,44 @@ NO_END = """{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endf
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 
+# Templates that write an answer otherwise once another message follows, or end it by other marks. The history:
+# as gpt-oss, another end for the last answer, thoughts of the last one only, and calls with an end of their own.
+OTHER_LAST_END = """{{ bos_token }}{{ tools | tojson if tools else '' }}{% for m in messages %}{% if m.role == 'assistant' %}
+{%- if loop.last and not add_generation_prompt and m.thinking %}
+{{- '<|assistant|>analysis' + m.thinking + '<|end|>' }}{% endif %}
+{%- if m.tool_calls %}{{- '<|assistant|>to=' + m.tool_calls[0].function.name + ' '
+    + (m.tool_calls[0].function.arguments | tojson) + '<|eot_id|>' }}
+{%- else %}{{- '<|assistant|>final' + m.content }}
+{{- '<|endoftext|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endif %}
+{%- else %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+# As GLM: no end but the mark of the next role; thoughts of the last answer only.
+NEXT_MARK = """{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n<think>' }}
+{%- if loop.last %}{{ m.thinking or '' }}{% endif %}{{ '</think>\n' + m.content | trim }}
+{%- else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' + ('\n<think></think>' if enable_thinking is false else '') }}
+{%- endif %}"""
+# As Qwen3.5 and Nemotron: the header begins a thought, or closes it if thinking is off.
+OPENED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}
+{%- if m.thinking %}{{ '<think>\n' + m.thinking + '\n</think>\n\n' }}{% else %}{{ '<think></think>' }}{% endif %}
+{%- endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
+{{- '<think></think>' if enable_thinking is false else '<think>\n' }}{% endif %}"""
+WRITES_CALLS = CHATML.replace(
+    "m.content +",
+    "m.content + (('<tool_call>' + m.tool_calls[0].function | tojson) if m.tool_calls else '') +",
+)
+# As Cohere2: two marks end an answer.
+TWO_ENDS = CHATML.replace("'<|im_end|>", "('<|end|>' if m.role == 'assistant' else '') + '<|im_end|>")
+# As SmolVLM: content is read as parts.
+PARTS = CHATML.replace("m.content +", "m.content[0].text +")
+# As Mistral: ids of calls have nine characters; arguments are JSON text, as DeepSeek-V3's.
+STRICT_CALLS = """{{ tools | tojson if tools else '' }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.tool_calls %}
+{%- if m.tool_calls[0].id | length != 9 %}{{ raise_exception('ids of nine characters') }}{% endif %}
+{%- if m.content is not none %}{{ m.content }}{% else %}{{ '[CALL]' + m.tool_calls[0].function.name + m.tool_calls[0].id }}
+{{- '[ARGS]' + m.tool_calls[0].function.arguments }}{% endif %}{% else %}
+{%- if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
 # As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers
 # are trained so, too.
 R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}
@@ -64,6 +102,14 @@ TEMPLATES = {
     "header with closed thinking": (THINKS_ALWAYS, "<|im_end|>", ""),
 }
 ALL = {**TEMPLATES, "qwen3": (QWEN3, "<|im_end|>", "")}
+# All kinds: whether the text before an answer differs from that of a chat in which it is the last one
+EVERY_KIND = {name: template for name, (template, *_) in ALL.items()} | {
+    "another end for the last answer": OTHER_LAST_END,
+    "the next role's mark": NEXT_MARK,
+    "a thought opened in the header": OPENED,
+    "two end marks": TWO_ENDS,
+    "parts": PARTS,
+}
 SPECIALS = (
     "<|bos|> <|eot_id|> <|start_header_id|> <|end_header_id|> <|end|> <|user|> <|assistant|> <|system|> "
     "<start_of_turn> <end_of_turn>"
