@@ -160,7 +160,7 @@ def logits_at(
     def at(rows: torch.Tensor) -> torch.Tensor:
         with teacher.accelerator.autocast():
             states = predicting[torch.searchsorted(batch["targets"], rows)]
-            return logits_of(teacher.model.lm, states).float() / temperature
+            return logits_of(teacher.model.lm, states) / temperature
 
     return at
 

@@ -23,6 +23,7 @@ from common.memory import HALF, capability, compute_dtype, to_device
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 import torch.nn.functional as F
 
 FLAT = "flat"
@@ -30,6 +31,13 @@ MIN_RELATIVE_LENGTH = 0.8  # shortest sequence of a bucket relative to the longe
 # On a CPU: queries per strip, and the longest sequence that is split into strips (see _strips_pay).
 STRIP, LONGEST_IN_STRIPS = 128, 640
 MIN_REAL_QUERIES = 0.5  # share of real (unpadded) queries in a bucket, where a prefix is shared
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+CUDNN_MULTIPLE = 512  # of the lengths that it is asked for: see plan_flat_row
 MAX_OWN_TOKENS = 1024  # for a sequence with a shared prefix; with more, its mask would take too much memory
 
 
@@ -55,15 +63,17 @@ def exclude_from_compilation() -> None:
 class FlatRow:
     """How a flat row's tokens are gathered into buckets, and their outputs put back in row order."""
 
-    buckets: list["Bucket"]
-    # (T,) int64: the place of each token of the row in the buckets' output; None: in order
-    inverse: Tensor | None
+    lengths: np.ndarray  # (S,): lengths of the sequences written out in full
+    token_map: np.ndarray | None  # see plan_flat_row
+    device: torch.device
     shared: bool  # whether a token of the row may belong to several sequences
     is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
+    cudnn_first: bool  # see plan_flat_row
     # a varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
     ragged: Any = None
-    lengths: np.ndarray | None = None  # (S,): lengths of the sequences written out in full
-    token_map: np.ndarray | None = None  # see plan_flat_row
+    buckets: list["Bucket"] | None = None  # None: not planned yet, see plan_buckets
+    # (T,) int64: the place of each token of the row in the buckets' output; None: in order
+    inverse: Tensor | None = None
     # filled by hybrids.py
     places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
 
@@ -105,16 +115,43 @@ class Bucket:
 def plan_flat_row(
     lengths: Sequence[int], device: torch.device, token_map: np.ndarray | None = None
 ) -> FlatRow:
-    """Group sequences of the given lengths into buckets of similar lengths.
+    """How sequences of the given lengths attend, each within itself. Built once per row, on the CPU, and used by
+    every layer.
 
     token_map: (F,) int64, maps each token of the sequences, end to end, to its token in the row; None:
     nothing is shared. A sequence's own tokens are its last ones, and are in the row in the order of the
-    sequences. Built once per row, on the CPU, and used by every layer.
+    sequences.
+
+    On Hopper, cuDNN's kernel is about twice as fast as the others (transformers#48163), but prepares itself for
+    each new shape, up to a second long (FunASR#3704): it is for rows of equal sequences whose length recurs, as
+    that of full rows does.
     """
     lengths = np.asarray(lengths)
+    is_bucket = token_map is None and bool((lengths == lengths[0]).all())
+    kind = capability(device)
+    cudnn_first = kind == (9, 0) and is_bucket and lengths[0] % CUDNN_MULTIPLE == 0
+    row = FlatRow(lengths, token_map, device, token_map is not None, is_bucket, bool(cudnn_first))
+    if kind >= (8, 0):
+        own = own_tokens(lengths, None if token_map is None else first_occurrences(token_map))
+        from common.model import varlen  # its kernel takes a second to import
+
+        row.ragged = varlen.plan(own, lengths, token_map, device)
+    if row.ragged is None or is_bucket:
+        plan_buckets(row)
+    return row
+
+
+def own_tokens(lengths: np.ndarray, first: np.ndarray | None) -> np.ndarray:
+    """The number of each sequence's own tokens, (S,). first: `first_occurrences`, None if nothing is shared."""
+    return lengths if first is None else np.diff(np.searchsorted(first, lengths.cumsum()), prepend=0)
+
+
+def plan_buckets(row: FlatRow) -> None:
+    """Group the sequences of a row into buckets of similar lengths."""
+    lengths, token_map, device = row.lengths, row.token_map, row.device
     ends = lengths.cumsum()
     first = None if token_map is None else first_occurrences(token_map)
-    own = lengths if first is None else np.diff(np.searchsorted(first, ends), prepend=0)
+    own = own_tokens(lengths, first)
     num_queries = np.where(own <= MAX_OWN_TOKENS, own, lengths)
 
     def tokens(index: np.ndarray) -> Tensor:
@@ -132,16 +169,9 @@ def plan_flat_row(
             Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys)
         )
     inverse = inverse if first is None else inverse[first]
-
-    ragged = None
-    if capability(device) >= (8, 0):
-        from common.model import varlen  # its kernel takes a second to import
-
-        ragged = varlen.plan(own, lengths, token_map, device)
+    inverse = inverse if first is None else inverse[first]
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
-    is_bucket = in_order and len(buckets) == 1
-    order = None if in_order else to_device(inverse, device)
-    return FlatRow(buckets, order, token_map is not None, is_bucket, ragged, lengths, token_map)
+    row.buckets, row.inverse = buckets, None if in_order else to_device(inverse, device)
 
 
 def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
@@ -204,7 +234,9 @@ def flat_attention(
     # (T, H, Dh); x[0] has a gradient of zeros to fill
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     plain = softcap is None and s_aux is None and dropout == 0
-    if flat_row.ragged is not None and plain and (dtype := flat_row.ragged.dtype(q)) is not None:
+    cudnn_first = flat_row.cudnn_first and plain and sliding_window is None
+    dtype = flat_row.ragged.dtype(q) if flat_row.ragged is not None and plain and not cudnn_first else None
+    if dtype is not None:
         return flat_row.ragged.attend(*(x.to(dtype) for x in (q, k, v)), scaling, sliding_window)[None], None
     settings = {
         "scale": scaling,
@@ -213,6 +245,9 @@ def flat_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
+    if cudnn_first:
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True):
+            return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
     if flat_row.is_bucket:
         return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
     return _bucket_attention(q, k, v, flat_row, settings)[None], None
@@ -220,6 +255,8 @@ def flat_attention(
 
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), bucket by bucket."""
+    if row.buckets is None:  # the varlen kernel does not take these queries
+        plan_buckets(row)
     queries, keys = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
     gathered = [Gather.apply(q, queries, row.inverse, False)]
     gathered += [Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]

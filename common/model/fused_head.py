@@ -11,7 +11,7 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 from collections.abc import Iterator
 from typing import Any
 
-from common.memory import compute_dtype
+from common.memory import HALF, compute_dtype
 from common.model import compiled_head
 from common.model.logit_transform import LogitTransform, apply_
 import torch
@@ -32,7 +32,7 @@ BLOCK_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 # The vocabulary from which compiling the softmax pays: it takes seconds, and then a quarter of the passes
 # over memory.
-COMPILED_FROM = {"cpu": 2**62, "cuda": 2**15}
+COMPILED_FROM = {"cpu": 2**62, "cuda": 2**14}
 
 
 def chunk_rows(device: torch.device, V: int) -> int:
@@ -46,6 +46,13 @@ def chunk_rows(device: torch.device, V: int) -> int:
 
 def of_device(table: dict[str, int], device: torch.device) -> int:
     return table.get(device.type, table["cpu"])
+
+
+def gives_float32(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether the product of 16-bit hidden states and the head's weight (V, D) is written in float32, not
+    rounded: CUDA's can be, and is fast where its rows are aligned."""
+    aligned = weight.shape[0] % of_device(ROW_MULTIPLE, weight.device) == 0
+    return weight.device.type == "cuda" and dtype in HALF and bias is None and aligned
 
 
 # --- a chunk ------------------------------------------------------------------------------------------------
@@ -75,8 +82,8 @@ class _Chunks:
             out, logits = self.product[: len(h)], exact[: len(h)]
             if self.bias is not None:
                 torch.addmm(self.bias, h, self.weight.t(), out=out)
-            elif self.dtype != self.exact and h.device.type == "cuda" and V % multiple == 0:
-                torch.mm(h, self.weight.t(), out_dtype=self.exact, out=logits)  # not rounded, one pass less
+            elif gives_float32(self.weight, self.bias, self.dtype):  # one pass less, too
+                torch.mm(h, self.weight.t(), out_dtype=self.exact, out=logits)
                 out = logits
             else:
                 torch.mm(h, self.weight.t(), out=out)
@@ -120,9 +127,10 @@ class _Chunks:
             scaled = (h * factor[:, None]).to(self.dtype)
             if self.dtype == self.exact:
                 d_weight.addmm_(gradient.t(), scaled)
+            elif h.device.type == "cuda":  # added in float32: no product to round and to keep
+                torch.addmm(d_weight, gradient.t(), scaled, out_dtype=self.exact, out=d_weight)
             else:
-                multiple = of_device(ROW_MULTIPLE, h.device)
-                size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1] // multiple) * multiple
+                size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1])
                 for part, columns in zip(d_weight.split(size), gradient.split(size, dim=1), strict=True):
                     part.add_(torch.mm(columns.t(), scaled))  # chunks are accumulated in float32
         if d_bias is not None:

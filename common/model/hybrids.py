@@ -173,7 +173,7 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
     together: use a single batch. Built once per row, on the CPU, and used by every layer.
     """
     if together not in row.places:
-        lengths, device = row.lengths, row.buckets[0].keys.device
+        lengths, device = row.lengths, row.device
         ends, batches, filled = lengths.cumsum(), [], 0
         inverse = np.empty(ends[-1], np.int64)
         for group in [np.arange(len(lengths))] if together else similar(lengths, lengths):

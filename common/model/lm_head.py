@@ -19,17 +19,36 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 from collections.abc import Callable
 
 from common.memory import compute_dtype
-from common.model.fused_head import LogProbs, WeightedNLL, chunk_rows
+from common.model.fused_head import LogProbs, WeightedNLL, chunk_rows, gives_float32
 from common.model.logit_transform import apply, logit_transform
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def logits_of(inner: nn.Module, hidden: Tensor) -> Tensor:
-    """Logits (N, V) of a transformers model's LM head for hidden states (N, D), transformed as the model
-    does."""
-    return apply(logit_transform(inner), inner.get_output_embeddings()(hidden))
+def logits_of(inner: nn.Module, hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Logits (N, V) of a transformers model's LM head for hidden states (N, D), transformed as the model does,
+    in float32 (or float64), by the arithmetic of `log_probs`.
+
+    weight: `weight_for_float32(inner)`, for whoever calls this often.
+    """
+    weight = weight_for_float32(inner) if weight is None else weight
+    if weight is not None:
+        logits = torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
+    else:
+        logits = inner.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return apply(logit_transform(inner), logits)
+
+
+def weight_for_float32(inner: nn.Module) -> Tensor | None:
+    """The weight (V, D) of a plain head, in the 16 bits that it is multiplied in, if the product gives float32;
+    else None."""
+    linear = _plain_linear(inner)
+    if linear is None:
+        return None
+    dtype = compute_dtype(linear.weight)
+    return linear.weight.to(dtype) if gives_float32(linear.weight, linear.bias, dtype) else None
 
 
 def log_probs(

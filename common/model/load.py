@@ -1,6 +1,8 @@
 """Models and tokenizers: loaded from a folder or the Hub, checked, ready for training."""
 
 import contextlib
+import functools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,10 @@ from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+# On a GPU, Inductor would choose between two ways to reduce by the number of tokens, and compile a graph for
+# each range of it.
+COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
 
 
 def load_tokenizer(args: CommonArgs, name: str | Path | None = None) -> Tokenizer:
@@ -285,9 +291,27 @@ def compile_layers(model: FlatModel) -> None:
     attention.exclude_from_compilation()
     if model.hybrid:
         hybrids.exclude_from_compilation()
+    logging.getLogger("torch._dynamo.convert_frame").addFilter(_in_one_line)
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, options=COMPILE_OPTIONS)
+
+
+def _in_one_line(record: logging.LogRecord) -> bool:
+    """A filter of torch's log: its five lines on each part of a block with too many graphs become one of ours."""
+    if "hit config." not in str(record.msg):
+        return True
+    limit, most, *_ = record.args
+    _say_once(limit, most)
+    return False
+
+
+@functools.cache
+def _say_once(limit: str, most: int) -> None:
+    say(
+        f"--torch_compile: a block needs more than {most} graphs ({limit}): what fits none of them runs uncompiled; "
+        'TORCH_LOGS="recompiles" shows why'
+    )
 
 
 def set_stop_tokens(model: FlatModel, stop_ids: list[int], tokenizer: Tokenizer) -> None:

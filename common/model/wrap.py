@@ -48,7 +48,7 @@ def wrap(lm: nn.Module) -> FlatModel:
         use_fused_layers(lm)
         try:
             lm.set_attn_implementation(FLAT)
-            flat, after_other = (logits_of(lm, model.hidden(row)).float() for row in (row, other_row))
+            flat, after_other = (logits_of(lm, model.hidden(row)) for row in (row, other_row))
             leaks = not _close(flat[5:], after_other[5:], exact)
             reason = None if _close(flat, alone, rough) else "its sequences would not come out as alone"
             reason = "its sequences would see each other" if leaks else reason
@@ -57,7 +57,7 @@ def wrap(lm: nn.Module) -> FlatModel:
         if reason is not None:
             lm.set_attn_implementation(implementation)
             model.padded = True
-            if not _close(logits_of(lm, model.hidden(row)).float(), alone, rough):
+            if not _close(logits_of(lm, model.hidden(row)), alone, rough):
                 raise UserError(f"the model ({type(lm).__name__}): its head does not give its logits")
             say(
                 f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead"

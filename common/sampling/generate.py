@@ -13,7 +13,7 @@ from common.errors import say
 from common.memory import compute_dtype, empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
 from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
-from common.model.lm_head import logits_of
+from common.model.lm_head import logits_of, weight_for_float32
 from common.model.sharded import gathered as gathered_weights
 from common.sampling import kv_cache
 from common.sampling.cuda_graph import StepGraph, completions_at_once
@@ -278,18 +278,24 @@ class FlatDecoder:
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
         self.graph = StepGraph() if self.device.type == "cuda" else None
+        self.head_weight = weight_for_float32(base_lm(lm))  # cast once, not at each step
 
     def _hidden(self, ids: Tensor, position_ids: Tensor) -> Tensor:
         """(T,), (T,) -> (T, D)."""
         rows = {"input_ids": ids[None], "position_ids": position_ids[None]}
         return body(self.lm)(**rows, use_cache=False, kv_cache=self.cache).last_hidden_state[0]
 
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(n, D) -> (n, V)."""
+        return logits_of(base_lm(self.lm), hidden, self.head_weight)
+
     def read_prompts(self) -> Tensor:
         lengths = torch.tensor([len(prompt) for prompt in self.prompts])
         ids = torch.tensor([token for prompt in self.prompts for token in prompt], device=self.device)
         hidden = self._hidden(ids, torch.cat([torch.arange(n) for n in lengths]).to(self.device))
         self.position = (lengths - 1).to(self.device)[self.owner]  # of the newest token
-        return logits_of(base_lm(self.lm), hidden[lengths.cumsum(0).to(self.device) - 1]).float()[self.owner]
+        last = lengths.cumsum(0).to(self.device) - 1
+        return self._logits(hidden[last])[self.owner]
 
     def keep(self, keep: np.ndarray) -> Tensor:
         kept = self.cache.keep(keep)
@@ -305,7 +311,7 @@ class FlatDecoder:
 
     def _next(self, tokens: Tensor) -> Tensor:
         self.cache.begin_pass()
-        return logits_of(base_lm(self.lm), self._hidden(tokens, self.position)).float()
+        return self._logits(self._hidden(tokens, self.position))
 
 
 def draw(

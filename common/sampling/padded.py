@@ -185,7 +185,7 @@ class WholeDecoder:
         positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
         row = {"input_ids": ids[None], "position_ids": positions[None], "lengths": lengths, "token_map": None}
         last = to_device(np.cumsum(lengths) - 1, self.device)
-        return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last]).float()
+        return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last])
 
     def keep(self, keep: np.ndarray) -> Tensor:
         kept = keep.nonzero()[0]

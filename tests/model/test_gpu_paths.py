@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.model import attention
+from common.model import attention, load
 from common.model.experts import add_experts
+from common.model.load import compile_layers
 from common.model.varlen import Ragged
 from common.model.wrap import wrap
 from common.run.parts.mfu import peak_flops
@@ -20,15 +21,17 @@ from common.sampling.kv_cache import CACHED
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 import transformers
 
 from tests.conftest import assert_same, losses, run_script, torchrun
 from tests.run.test_health import STAGES
 from tests.scripts.test_equivalence import arguments
-from tests.tiny import V, sequence, tiny_lm, tokens
+from tests.tiny import V, sequence, tiny_config, tiny_lm, tokens
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 FAMILIES = ("llama", "gemma3", pytest.param("gpt-neox", marks=pytest.mark.slow))
 
 
@@ -176,7 +179,7 @@ def graphs(monkeypatch):
     """The graphs that a run has compiled, which run as they are."""
     found, compile_module = [], torch.nn.Module.compile
 
-    def keep(graph, inputs):
+    def keep(graph, inputs, options):
         found.append(graph)
         return graph.forward
 
@@ -201,7 +204,61 @@ def test_blocks_are_compiled_once_for_all_windows(stage, graphs, launch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    "device, hidden_size, at_a_time",
+    [
+        pytest.param("cpu", 64, 1, marks=NEEDS_COMPILER),
+        pytest.param("cuda", 1024, 100, marks=pytest.mark.gpu),
+    ],
+)
+def test_the_compiler_makes_no_graph_for_other_numbers_of_tokens(device, hidden_size, at_a_time):
+    """Inductor, which on a GPU would make one for each of the ranges between 2,560, 4,096 and 5,120 tokens."""
+    torch.compiler.reset()
+    counters.clear()
+    chooses = []  # between kernels, by the number of tokens
+    config = tiny_config("llama")
+    config.update({"hidden_size": hidden_size, "head_dim": 64, "max_position_embeddings": 4096})
+    model = wrap(transformers.AutoModelForCausalLM.from_config(config)).to(device).train()
+    compile_layers(model)
+
+    def look(graph):
+        chooses.append(torch._inductor.config.triton.mix_order_reduction)
+
+    def graphs_after(*rows):
+        for lengths in rows:
+            batch = batch_of([n * at_a_time for n in lengths], device)
+            with torch._inductor.config.patch(post_grad_custom_post_pass=look):
+                with torch.autocast(device, torch.bfloat16):
+                    loss = model(batch, nll_weights=batch["loss_mask"]).nll
+                loss.backward()
+        return counters["stats"]["unique_graphs"]
+
+    # rows of equal sequences have graphs of their own: no break at the attention
+    made = graphs_after((9, 12), (10,) * 6)
+    assert made == graphs_after((5, 7, 5), (7,) * 7, (30, 31), (12, 30, 7, 3))
+    assert len(chooses) >= 2 and not any(chooses)  # forward and backward
+    torch.compiler.reset()
+
+
+def test_a_line_says_that_a_block_has_too_many_graphs(graphs, capfd):
+    """From then on it runs as it stands for what fits none of them."""
+    load._say_once.cache_clear()
+    model = wrap(tiny_lm("llama")).train()
+    compile_layers(model)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = model(batch_of((9, 12))).logps
+        made = len(graphs)
+        with torch.no_grad():  # needs a graph of its own
+            uncompiled = model(batch_of((9, 12))).logps
+    assert len(graphs) == made
+    torch.testing.assert_close(compiled.detach(), uncompiled)
+    out, err = capfd.readouterr()
+    (line,) = [line for line in out.splitlines() if "--torch_compile" in line]
+    assert "more than 1 graph" in line and "recompile_limit" in line and "hit config" not in err
+
+
+@pytest.mark.slow
+@NEEDS_COMPILER
 @pytest.mark.parametrize("stage", ["pretrain", "sft", "dpo", "grpo"])
 def test_two_processes_with_compiled_blocks_are_one_without(stage, launch, tmp_path):
     """By the real compiler."""

@@ -9,7 +9,7 @@ from common.collators import flat_batch
 from common.model import compiled_head, fused_head
 from common.model.flat_model import disable_dropout
 from common.model.fused_head import BLOCK_ELEMENTS, HEAD_CHUNK_ELEMENTS, HEAD_CHUNK_ROWS
-from common.model.lm_head import log_probs, weighted_nll
+from common.model.lm_head import log_probs, logits_of, weighted_nll
 from common.model.wrap import wrap
 from common.run.dry_run import Live
 import pytest
@@ -351,6 +351,27 @@ def test_float16_keeps_small_gradients_of_a_scaled_loss(frozen, rows, chunks):
         loss, _ = weighted_nll(toy, hidden, tokens, torch.full((300,), 1e-6))
     for a, b in zip(torch.autograd.grad(loss * 65536, leaves(toy, hidden)), wanted, strict=True):
         assert a.dtype == torch.float32 and relative_error(a / 65536, b) < 0.01
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_sampler_has_the_logits_of_training(curve, device):
+    """16 bits round the product alone, on CUDA not even that, and not what the model makes of it."""
+    toy = Toy(V=256, D=32, dtype=torch.float32, std=4.0, **CURVES[curve])
+    hidden, tokens, _, _ = positions(toy, N=300, dtype=torch.float32)
+    toy, hidden, tokens = toy.to(device), hidden.detach().to(device), tokens.to(device)
+    with torch.autocast(device, torch.bfloat16), torch.no_grad():
+        logits = logits_of(toy, hidden)
+        (trained,) = log_probs(toy, hidden, tokens)
+    sampled = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    assert logits.dtype == trained.dtype == torch.float32
+    torch.testing.assert_close(sampled, trained, atol=2e-5, rtol=1e-6)
+
+    product = hidden.bfloat16().double() @ toy.lm_head.weight.detach().bfloat16().double().t()
+    product = product if device == "cuda" else product.bfloat16().double()
+    toy.lm_head = nn.Identity()
+    wanted, _, _ = full(toy, product, tokens, **CURVES[curve])
+    torch.testing.assert_close(trained.double(), wanted, atol=1e-4, rtol=1e-5)
 
 
 # --- compiled -----------------------------------------------------------------------------------------------
