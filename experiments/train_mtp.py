@@ -111,7 +111,8 @@ class Args(CommonArgs):
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
     """The document of a dataset row. (Or a list of one tokenised sequence, with fields of your own, as in
-    train_sft.py.) A row that raises BadRow is left out, counted and reported."""
+    train_sft.py; where rows hold several documents, n numbers each.) A row that raises BadRow is left out,
+    counted and reported."""
     return as_text(row, args.dataset_text_field)
 
 

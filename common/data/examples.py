@@ -180,13 +180,14 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
 
     across: cut each source as one long stream, across document boundaries; otherwise cut each document
     separately. A remainder of one token, which has nothing to predict, is left out. A piece has the
-    difficulty and the per-sequence fields of the document in which it starts.
+    difficulty of the document in which it starts, and, of one document, its per-sequence fields.
 
     A stream is cut from its first token on; in later passes (`in_pass`) from a token that depends on the seed
     and the pass, `start`, and goes on at its beginning. So a row is as long in every pass, and each token is
     in one row.
 
-    Raises UserError for examples of several sequences.
+    Raises UserError for examples of several sequences, and for per-sequence fields in a stream, whose rows
+    hold several documents.
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: chunk(examples, max_length, across))
@@ -194,6 +195,12 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
     for s, (source, file) in enumerate(zip(data.sources, data.files, strict=True)):
         if file.layout.per_example > 1:
             raise UserError(f"{source.path}: examples of several sequences are not cut into chunks")
+        per_sequence = {name for name, (per, _) in file.layout.fields.items() if per == "sequence"}
+        if across and per_sequence:
+            raise UserError(
+                f"{source.path}: a row holds several documents, so one number for each, {', '.join(per_sequence)}, has no "
+                "place: as many numbers as tokens (in encode), or --packing_strategy bfd"
+            )
         starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
         pieces = -(-(ends - starts) // max_length)  # pieces per document
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -206,8 +213,9 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
             shifted = (begin + np.random.default_rng((*start, s)).integers(total)) % total
             begin, end = shifted, shifted + end - begin
         of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece starts
-        per_token = {name for name, (per, _) in file.layout.fields.items() if per == "token"}
-        fields = {name: values if name in per_token else values[of] for name, values in file.fields.items()}
+        fields = {
+            name: values[of] if name in per_sequence else values for name, values in file.fields.items()
+        }
         files.append(
             TokenFile(file.layout, begin, end, file.rows[of], file.difficulty[of], fields, file.facts)
         )

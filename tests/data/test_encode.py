@@ -42,6 +42,11 @@ def documents(row, tokenizer, args):
     return [whole(ids) | {"twice": 2.0 * ids, "thrice": 3 * ids, "document": row["i"]}]
 
 
+def stream_of_documents(row, tokenizer, args):
+    [sequence] = documents(row, tokenizer, args)
+    return [{name: value for name, value in sequence.items() if name != "document"}]
+
+
 def rows_of(count, first=0):
     return [{"i": i, "n": i % 7 + 2} for i in range(first, first + count)]
 
@@ -112,7 +117,8 @@ def test_chunks_have_the_fields_of_their_tokens(tmp_path, across, settings, monk
     rows = [
         {"i": i, "n": n, "start": int(start)} for i, (n, start) in enumerate(zip(sizes, starts, strict=True))
     ]
-    train = chunk(load(tmp_path, rows, encode=documents, **settings), 4, across=across)
+    encode = stream_of_documents if across else documents
+    train = chunk(load(tmp_path, rows, encode=encode, **settings), 4, across=across)
     found = [train[p][0] for p in range(len(train.examples))]
     for sequence in found:
         ids = sequence["input_ids"].astype(int)
@@ -120,8 +126,18 @@ def test_chunks_have_the_fields_of_their_tokens(tmp_path, across, settings, monk
             sequence["twice"].tolist() == (2 * ids).tolist()
             and sequence["thrice"].tolist() == (3 * ids).tolist()
         )
-        assert sequence["document"] == np.searchsorted(starts, ids[0], side="right") - 1  # in which it begins
+        if not across:
+            assert sequence["document"] == np.searchsorted(starts, ids[0], side="right") - 1
     assert sum(len(sequence["input_ids"]) for sequence in found) > 55
+
+
+def test_a_row_of_several_documents_has_no_number_of_one(tmp_path):
+    """It would count for its neighbours, too."""
+    train = load(tmp_path, [{"i": 0, "n": 5, "start": 0}], encode=documents)
+    with pytest.raises(
+        UserError, match="a row holds several documents, so one number for each, document, has"
+    ):
+        chunk(train, 4)
 
 
 def test_cuts_shorten_what_is_per_token(tmp_path):
