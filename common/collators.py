@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.data.encode import check_sequence, layout_of
+from common.data.encode import DTYPES, check_sequence, layout_of
 from common.data.order import Shuffled
 from common.data.types import Example, Sequence
 from common.extras import extra
@@ -37,8 +37,8 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     sequence's own tokens; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64,
     the positions whose log-probability is needed, and previous (N,) int64, those of the tokens before them;
     sequence_mask (S,) float32, 1; and every other field of the sequences, per token (T,) or per sequence
-    (S,), int64 for integers, else float32. Not tensors: lengths, S ints, of the full sequences, and token_map
-    (sum of lengths,) int64, the place in the row of each of their tokens, or None if nothing is shared.
+    (S,), int64, bool or float32. Not tensors: lengths, S ints, of the full sequences, and token_map (sum of
+    lengths,) int64, the place in the row of each of their tokens, or None if nothing is shared.
 
     weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other
     fields of the sequences are 0, and so is a FlatModel's output for it, so that it adds nothing to any sum.
@@ -75,7 +75,7 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     for name, value in sequences[0].items():
         if name not in ("input_ids", "loss_mask"):
             values = np.asarray(row(name) if np.ndim(value) else [sequence[name] for sequence in sequences])
-            batch[name] = (values * weight).astype(np.int64 if values.dtype.kind in "iub" else np.float32)
+            batch[name] = (values * weight).astype(DTYPES[values.dtype.kind])
     tensors = {name: to_device(value, device) for name, value in batch.items()}
     return tensors | {"lengths": lengths, "token_map": token_map if any(shared) else None}
 

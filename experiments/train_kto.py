@@ -64,7 +64,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A dataset row as one sequence, prompt + answer, with its label and any field of your own.
     A row that raises BadRow is left out, counted and reported."""
     chat = as_labelled(row)
-    return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": chat["label"]}]
+    return [tokenize_chat(chat, tokenizer, max_length=args.max_length) | {"label": int(chat["label"])}]
 
 
 def kto_loss(

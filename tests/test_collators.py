@@ -5,6 +5,7 @@ import math
 from common import collators
 from common.args import CommonArgs
 from common.collators import Window, Windows, eval_batches, flat_batch, split_row
+from common.data.encode import check_sequence
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
@@ -298,3 +299,13 @@ def test_fields_sum_to_totals_however_windows_split(random):
             assert arrived == pytest.approx(window.total(field)), field
         weighted = sum(float((batch["loss_mask"] * batch["every"]).sum()) for batch in window)
         assert weighted == pytest.approx(window.total("loss_mask", "every"))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_booleans_stay_booleans(weight):
+    """`mask * ~batch["skip"]` and `logps[batch["trained"]]` mean what they say; a filler has none."""
+    sequence = whole(np.arange(3)) | {"skip": np.array([False, True, True]), "is_code": True}
+    batch = flat_batch([[check_sequence(sequence)]], CPU, weight)
+    assert batch["skip"].dtype == batch["is_code"].dtype == torch.bool
+    assert batch["skip"].tolist() == [False, weight == 1, weight == 1]
+    assert batch["is_code"].tolist() == [weight == 1]

@@ -68,11 +68,11 @@ def check(sequence, i, n, start=0):
     assert sequence.keys() == expected.keys()
     for name in ("input_ids", "loss_mask", "segment", "is_code", "teacher/logp"):
         assert sequence[name].tolist() == np.asarray(expected[name])[part].tolist()
-    assert sequence["segment"].dtype == sequence["is_code"].dtype == np.int64
+    assert sequence["segment"].dtype == np.int64 and sequence["is_code"].dtype == np.bool_
     assert sequence["teacher/logp"].dtype == np.float32
     numbers = [sequence[name] for name in ("score", "kind", "known")]
     assert numbers == [i + 0.25, 2**40 + i, i % 2 == 0]
-    assert [isinstance(number, int) for number in numbers] == [False, True, True]
+    assert [type(number) for number in numbers] == [float, int, bool]
 
 
 # --- where they arrive --------------------------------------------------------------------------------------
