@@ -20,7 +20,7 @@ OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
 PREPARE = (
     "    model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run\n"
 )
-LOOP = "    for step in run.steps(last=len(windows)):  # updates done so far; at the last one it only evaluates and ends\n"
+LOOP = "    for step in run.steps(last=len(windows)):\n"
 STEP = "            optimizer.step()\n"
 IMPORT = "import math\n"
 HEAD = '    model.extra["head"] = torch.nn.Linear(8, 8)\n'
@@ -69,6 +69,19 @@ def test_state_that_is_not_kept_ends_the_run(kept, problem, script, launch):
     )
     with pytest.raises(UserError, match=problem):
         launch("sft", *words)
+
+
+def test_a_dict_is_kept_and_looked_at_in_each_save(script, launch):
+    """What is put into it later could not be read again; a numpy number, for instance."""
+    keep = (PREPARE, f'{PREPARE}    seen = run.keep("seen", {{}})\n')
+    count = '            seen["steps"] = seen.get("steps", 0) + 1\n            assert seen["steps"] == step + 1\n'
+    words = [*SFT, "--save_steps", "1", "--accept_changes"]
+    script(keep, (STEP, STEP + count))
+    launch("sft", *words, "--max_steps", "2")
+    launch("sft", *words, "--max_steps", "4")  # goes on with the 2
+    script(keep, (STEP, f"{STEP}            seen['norm'] = grad_norm.numpy()[()]\n"))
+    with pytest.raises(UserError, match="the state of 'seen' holds a numpy.float32"):
+        launch("sft", *words, "--max_steps", "6")
 
 
 @pytest.mark.parametrize(
@@ -145,6 +158,10 @@ FAILURES = {
     "gradients that nobody adds up": (
         [(OPTIMIZER, HEAD + OPTIMIZER), DIRECT],
         "outside of run.retry_smaller",
+    ),
+    "a state of its own on each": (
+        [(PREPARE, f'{PREPARE}    run.keep("rank", {{"is": accelerator.process_index}})\n')],
+        "the state of 'rank' differs between the processes",
     ),
     "one process alone": (
         [
