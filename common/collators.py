@@ -18,6 +18,7 @@ from common.args import CommonArgs
 from common.data.encode import DTYPES, check_sequence, layout_of
 from common.data.order import Shuffled
 from common.data.types import Example, Sequence
+from common.errors import UserError
 from common.extras import extra
 from common.memory import SHARDED, empty_caches, is_oom, to_device
 import numpy as np
@@ -134,7 +135,7 @@ class Window:
         self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
         self._micro_batches = self._split(1, math.inf)
-        self.went_backward = False
+        self.backward_calls = 0  # of this pass over the micro-batches
 
     def split(self, parts: int, tokens: float = math.inf) -> "Window":
         """From now on split each micro-batch into this many parts, and these into parts of at least about
@@ -172,6 +173,7 @@ class Window:
         self._accelerator.gradient_accumulation_steps = len(self)
         # Accelerate's count of micro-batches: a window may have been abandoned half way
         self._accelerator.step = 0
+        self.backward_calls = 0
         for atoms in self._micro_batches:
             yield flat_batch(
                 atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0
@@ -179,9 +181,17 @@ class Window:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages
-        over the micro-batches of a process, and DDP over the processes: the factor undoes both."""
+        over the micro-batches of a process, and DDP over the processes: the factor undoes both.
+
+        Raises UserError for more than one of a micro-batch on several processes, of which DDP would add up
+        the first alone.
+        """
+        self.backward_calls += 1
+        if self._accelerator.num_processes > 1 and self.backward_calls > len(self):
+            raise UserError(
+                "more than one window.backward(loss) of a micro-batch: with several processes add up its losses first"
+            )
         self._accelerator.backward(loss * (len(self) * self._accelerator.num_processes))
-        self.went_backward = True
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -309,3 +309,19 @@ def test_booleans_stay_booleans(weight):
     assert batch["skip"].dtype == batch["is_code"].dtype == torch.bool
     assert batch["skip"].tolist() == [False, weight == 1, weight == 1]
     assert batch["is_code"].tolist() == [weight == 1]
+
+
+def test_a_micro_batch_has_one_backward_pass_on_several_processes():
+    """DistributedDataParallel adds up the gradients of the first. A window that starts again counts anew."""
+    for world, is_refused in ((1, False), (2, True)):
+        accelerator = process(0, world)
+        accelerator.backward = lambda loss: None
+        window = Window(accelerator, [[whole(np.arange(4))], [whole(np.arange(3))]], [[0], [1]])
+        for _ in range(2):
+            for _ in window:
+                window.backward(torch.tensor(1.0))
+        if is_refused:
+            with pytest.raises(UserError, match="more than one window.backward"):
+                window.backward(torch.tensor(1.0))
+        else:
+            window.backward(torch.tensor(1.0))

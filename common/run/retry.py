@@ -85,7 +85,7 @@ class Retry:
                     self.experts.begin(self.accelerator, self.model, window)
                 self._inside = True
                 gradients(window)
-                if not window.went_backward:
+                if not window.backward_calls:
                     raise UserError(
                         "gradients(window) never calls window.backward(loss), which scales the loss of a micro-batch"
                     )

@@ -74,7 +74,9 @@ def test_state_that_is_not_kept_ends_the_run(kept, problem, script, launch):
 def test_a_dict_is_kept_and_looked_at_in_each_save(script, launch):
     """What is put into it later could not be read again; a numpy number, for instance."""
     keep = (PREPARE, f'{PREPARE}    seen = run.keep("seen", {{}})\n')
-    count = '            seen["steps"] = seen.get("steps", 0) + 1\n            assert seen["steps"] == step + 1\n'
+    count = (
+        '            seen["steps"] = seen.get("steps", 0) + 1\n            assert seen["steps"] == step + 1\n'
+    )
     words = [*SFT, "--save_steps", "1", "--accept_changes"]
     script(keep, (STEP, STEP + count))
     launch("sft", *words, "--max_steps", "2")
