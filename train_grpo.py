@@ -26,7 +26,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
     accelerate launch train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_grpo.py --config my_run.yaml
 
-Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
+Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
+in which the completions of a prompt share it (`split_row` of common/collators.py gives each in full).
 """
 
 from collections.abc import Callable

@@ -13,7 +13,8 @@ tokens: cut from one long stream ("wrapped": a row may begin in the middle of a 
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
-holds, `Output` (common/model/flat_model.py) what the model returns.
+holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
+returns.
 """
 
 from dataclasses import dataclass

@@ -28,7 +28,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
 
     accelerate launch -m experiments.train_dynamic_sampling                   # the embedded demo
 
-Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
+Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
+in which the completions of a prompt share it (`split_row` of common/collators.py gives each in full).
 """
 
 from collections.abc import Callable

@@ -32,7 +32,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
     accelerate launch -m experiments.train_grpo_ahead --model_name_or_path outputs/sft --dataset_name prompts.jsonl \
         --reward_funcs my.py:reward --rollout_server http://127.0.0.1:8000 --rollout_ahead 1
 
-Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
+Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
+in which the completions of a prompt share it (`split_row` of common/collators.py gives each in full).
 """
 
 from dataclasses import dataclass

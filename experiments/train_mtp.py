@@ -15,7 +15,8 @@ tokens: cut from one long stream ("wrapped": a row may begin in the middle of a 
     accelerate launch -m experiments.train_mtp                                # the embedded demo, ~2 minutes on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
-holds, `Output` (common/model/flat_model.py) what the model returns.
+holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
+returns.
 """
 
 from dataclasses import dataclass
