@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.conftest import ROOT, SFT, run_script, torchrun
+from tests.data.rows import process
 from tests.tiny import SIZE
 
 OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
@@ -186,3 +187,21 @@ def test_one_line_from_two_processes(what, tmp_path, token_cache):
     said = run.stderr.split("ChildFailedError")[0]
     assert said.count(line) == 1, run.stderr
     assert 'train_mine.py", line' not in said, run.stderr
+
+
+def test_a_reward_per_token_trains_where_the_completions_own_is_none(tmp_path):
+    """What is run through the model is decided by the field that a copy of train_grpo.py writes."""
+    old, new = "np.float32(c.advantage)", "np.array([0.0] * len(prompt) + c.ids, np.float32)"
+    source = (ROOT / "train_grpo.py").read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "train_mine.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("train_mine", path)
+    copy = sys.modules["train_mine"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    completions = []
+    for ids in ([5, 0], [0, 0], [0, 7], [0, 0]):
+        completions.append(copy.Completion({"prompt_ids": [1]}, ids, [-1.0, -1.0], True, "", [0.0], True))
+    [window] = copy.make_windows(completions, copy.Args(dataset_name=["x"]), process())
+    assert [sequence["input_ids"].tolist() for sequence in window.sequences] == [[1, 5, 0], [1, 0, 7]]
+    assert window.sequences[0]["advantage"].tolist() == [0, 5, 0]
