@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
+OFF = 0.1  # nats a token between the sampler and the model that it sampled from; bfloat16 rounds by 0.01
 
 
 class Metrics:
@@ -171,7 +172,14 @@ class Metrics:
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
-        """Warn when the loss jumps. GRPO's is centred on 0 by construction, and is not watched."""
+        """Warn when the loss jumps (GRPO's is centred on 0 by construction, and is not watched), and when the
+        first completions have other log-probabilities than the model that sampled them."""
+        off = values.get("sampling/logp_difference", 0.0)
+        if off > OFF and "loss" not in self.last:
+            say(
+                f"[step {step}] the completions are {off:.2g} nats a token off the model that sampled them: does a call of "
+                "the model lack the temperature?"
+            )
         if "loss" in values and "reward" not in values:
             if len(self.losses) >= 10:
                 z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import ROOT, SFT, run_script, torchrun
+from tests.conftest import GRPO, ROOT, SFT, run_script, torchrun
 from tests.data.rows import process
 from tests.tiny import SIZE
 
@@ -120,6 +120,40 @@ def test_a_forgotten_zero_grad_is_refused(script, launch):
     script(("        optimizer.zero_grad()\n", ""))
     with pytest.raises(UserError, match="optimizer.zero_grad"):
         launch("sft", *SFT, "--max_steps", "3", "--overwrite_output_dir")
+
+
+def test_a_gradient_of_0_is_said(script, launch, capsys):
+    """After five steps in a row; the run goes on, as in GRPO, where all rewards may be equal for a while."""
+    script(("nll_weights=mask / N)", "nll_weights=0 * mask / N)"))
+    launch("sft", *SFT, "--max_steps", "7")
+    assert capsys.readouterr().out.count("step 5: the gradient was exactly 0 in 5 steps in a row") == 1
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_forgotten_temperature_is_said(is_forgotten, launch, capsys, monkeypatch, tmp_path):
+    """The log-probabilities of a first update are those of the sampler."""
+    source = (ROOT / "train_grpo.py").read_text()
+    call = "batch, temperature=args.temperature, entropy=True"
+    assert source.count(call) == 1
+    (tmp_path / "train_mine.py").write_text(
+        source.replace(call, "batch, entropy=True") if is_forgotten else source
+    )
+    spec = importlib.util.spec_from_file_location("train_grpo", tmp_path / "train_mine.py")
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_grpo", copy)
+    spec.loader.exec_module(copy)
+    launch(
+        "grpo",
+        *GRPO,
+        "--temperature",
+        "2.0",
+        "--max_steps",
+        "1",
+        "--reward_funcs",
+        "regex:[aeo]",
+        "exact_number",
+    )
+    assert capsys.readouterr().out.count("does a call of the model lack the temperature?") == is_forgotten
 
 
 def test_weights_of_another_shape_name_their_metric(tmp_path):
