@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import GRPO, ROOT, SFT, run_script, torchrun
+from tests.conftest import GRPO, ROOT, SFT, run_script, torchrun, train_metrics
 from tests.data.rows import process
 from tests.tiny import SIZE
 
@@ -120,6 +120,20 @@ def test_a_forgotten_zero_grad_is_refused(script, launch):
     script(("        optimizer.zero_grad()\n", ""))
     with pytest.raises(UserError, match="optimizer.zero_grad"):
         launch("sft", *SFT, "--max_steps", "3", "--overwrite_output_dir")
+
+
+def test_random_numbers_of_any_library_are_those_of_the_step(script, launch):
+    """A run that goes on draws in its third step what a run in one piece does."""
+    drawn = "            run.metrics.add(drawn=random.random() + np.random.rand() + torch.rand(()).item())\n"
+    log = "            run.metrics.add(mask,"
+    libraries = "import random\n\nimport numpy as np\n"
+    script(("import math\nimport torch\n", f"import math\n{libraries}import torch\n"), (log, f"{drawn}{log}"))
+    words = [*SFT, "--logging_steps", "1", "--save_steps", "2"]
+    whole = launch("sft", *words, "--max_steps", "3", output="whole")
+    for steps in ("2", "3"):
+        parts = launch("sft", *words, "--max_steps", steps)
+    one, other = ([row["drawn"] for row in train_metrics(folder)] for folder in (whole, parts))
+    assert one == other and len(set(one)) == 3
 
 
 def test_a_gradient_of_0_is_said(script, launch, capsys):
