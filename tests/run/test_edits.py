@@ -178,6 +178,25 @@ def test_weights_of_another_shape_name_their_metric(tmp_path):
     assert metrics.window_mean("of_all") == 2.0
 
 
+@pytest.mark.parametrize("name", ["step", "grad_norm", "learning_rate"])
+def test_a_metric_does_not_take_the_place_of_a_lines_own(name, tmp_path):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    for add in (metrics.add, metrics.add_sum):
+        with pytest.raises(UserError, match=f"a metric is called {name}"):
+            add(**{name: 1.0})
+
+
+def test_a_maximum_is_of_what_counts(tmp_path):
+    """Not of prompts, nor of a filler, which has none."""
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    metrics.add(torch.zeros(2), far_max=torch.tensor([7.0, 8.0]), none_max=torch.tensor([1.0, 2.0]))
+    metrics.add(torch.tensor([0.0, 0.5, 1.0]), far_max=torch.tensor([9.0, -3.0, -4.0]))
+    metrics.add(far_max=-5.0)
+    metrics.close_window()
+    found = metrics.reduce()
+    assert found["far_max"] == [-3.0, 1.0] and found["none_max"][1] == 0
+
+
 def test_the_rate_of_a_group_is_that_of_the_script(script, launch):
     """Also after a resume: a checkpoint does not bring back the old one."""
     for rate, steps in ((3.0, "2"), (5.0, "4")):
