@@ -16,8 +16,8 @@ and orpo need no π_ref); several are summed with --loss_weights (MPO, 2411.1044
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
-`flat_batch` (common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the
-model returns.
+`flat_batch` (common/collators.py) says what a batch holds (neighbours share a prompt: `split_row`), `Output`
+(common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass

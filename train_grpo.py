@@ -26,7 +26,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
     accelerate launch train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_grpo.py --config my_run.yaml
 
-Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
+Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
+in which the completions of a prompt share it (`split_row` of common/collators.py gives each in full).
 """
 
 from collections.abc import Callable
@@ -234,10 +235,8 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
         mine = range(
             first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
         )
-        kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
-        examples = []
-        # a process that keeps none still runs one, masked by its window: the others wait
-        for i in kept or [mine[0]]:
+        examples, others = [], []
+        for i in mine:
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
             sequence = {
@@ -247,10 +246,14 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "advantage": on_completion * np.float32(c.advantage),
                 "token_weight": on_completion * np.float32(weights[i - first]),
             }
-            examples.append([sequence])
+            is_trained = c.counted and (run_all or sequence["advantage"].any())
+            (examples if is_trained else others).append([sequence])
         micro_batches = [
-            part.tolist() for part in np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)
+            part.tolist()
+            for part in np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)
         ]
+        # a process that keeps none still runs one, masked by its window: the others wait
+        examples = examples or others[:1]
         windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // num_windows))
     return windows
 

@@ -13,7 +13,8 @@ tokens: cut from one long stream ("wrapped": a row may begin in the middle of a 
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
-holds, `Output` (common/model/flat_model.py) what the model returns.
+holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
+returns.
 """
 
 from dataclasses import dataclass
@@ -105,7 +106,8 @@ class Args(CommonArgs):
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
     """The document of a dataset row. (Or a list of one tokenised sequence, with fields of your own, as in
-    train_sft.py.) A row that raises BadRow is left out, counted and reported."""
+    train_sft.py; where rows hold several documents, n numbers each.) A row that raises BadRow is left out,
+    counted and reported."""
     return as_text(row, args.dataset_text_field)
 
 

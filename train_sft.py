@@ -14,7 +14,8 @@ improbable tokens count least, not most.
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
-holds, `Output` (common/model/flat_model.py) what the model returns.
+holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
+returns.
 """
 
 from dataclasses import dataclass

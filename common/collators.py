@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.data.encode import check_sequence, layout_of
+from common.data.encode import DTYPES, check_sequence, layout_of
 from common.data.order import Shuffled
 from common.data.sharing import shared_starts
 from common.data.token_budget import Budget
@@ -37,8 +37,8 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     sequence's own tokens; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64,
     the positions whose log-probability is needed, and previous (N,) int64, those of the tokens before them;
     sequence_mask (S,) float32, 1; and every other field of the sequences, per token (T,) or per sequence
-    (S,), int64 for integers, else float32. Not tensors: lengths, S ints, of the full sequences, and token_map
-    (sum of lengths,) int64, the place in the row of each of their tokens, or None if nothing is shared.
+    (S,), int64, bool or float32. Not tensors: lengths, S ints, of the full sequences, and token_map (sum of
+    lengths,) int64, the place in the row of each of their tokens, or None if nothing is shared.
 
     weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other
     fields of the sequences are 0, and so is a FlatModel's output for it, so that it adds nothing to any sum.
@@ -75,7 +75,7 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     for name, value in sequences[0].items():
         if name not in ("input_ids", "loss_mask"):
             values = np.asarray(row(name) if np.ndim(value) else [sequence[name] for sequence in sequences])
-            batch[name] = (values * weight).astype(np.int64 if values.dtype.kind in "iub" else np.float32)
+            batch[name] = (values * weight).astype(DTYPES[values.dtype.kind])
     tensors = {name: to_device(value, device) for name, value in batch.items()}
     return tensors | {"lengths": lengths, "token_map": token_map if any(shared) else None}
 
@@ -110,7 +110,7 @@ class Window:
         self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
         self._micro_batches = self._split(1, math.inf)
-        self.went_backward = False
+        self.backward_calls = 0  # of this pass over the micro-batches
 
     def split(self, parts: int, tokens: float = math.inf) -> "Window":
         """From now on split each micro-batch into this many parts, and these into parts of at least about
@@ -148,6 +148,7 @@ class Window:
         self._accelerator.gradient_accumulation_steps = len(self)
         # Accelerate's count of micro-batches: a window may have been abandoned half way
         self._accelerator.step = 0
+        self.backward_calls = 0
         for atoms in self._micro_batches:
             yield flat_batch(
                 atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0
@@ -155,9 +156,17 @@ class Window:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages
-        over the micro-batches of a process, and DDP over the processes: the factor undoes both."""
+        over the micro-batches of a process, and DDP over the processes: the factor undoes both.
+
+        Raises UserError for more than one of a micro-batch on several processes, of which DDP would add up
+        the first alone.
+        """
+        self.backward_calls += 1
+        if self._accelerator.num_processes > 1 and self.backward_calls > len(self):
+            raise UserError(
+                "more than one window.backward(loss) of a micro-batch: with several processes add up its losses first"
+            )
         self._accelerator.backward(loss * (len(self) * self._accelerator.num_processes))
-        self.went_backward = True
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -25,6 +25,7 @@ from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError, say
 from common.processes import gather_lists, on_main_process
 from common.sampling import Reward, load_rewards, sample, score_by_name
+from common.sampling.rewards import check_columns
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -152,19 +153,25 @@ def load_eval_prompts(
 
     prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): converts a row of
     --eval_prompts for sampling, if training has its own way. rewards, weights: score the completions if
-    --eval_reward_funcs is not given, and the weights of their sum.
+    --eval_reward_funcs is not given, and the weights of their sum. Raises UserError if one asks for a column
+    that the rows, also those of training, do not have.
     """
     own = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
     scoring = (own, None) if own else (rewards or [], weights)
+    if isinstance(train, Rows):
+        check_columns(rewards or [], train.rows)
     if args.eval_prompts:
 
         def ids_of(row: Row) -> dict[str, Any]:
             return encode(row, tokenizer, args) if encode else tokenize_row(as_prompt(row), tokenizer)
 
         rows = load_rows(Source(args.eval_prompts, columns=tuple(args.columns or ())))
-        return EvalPrompts(convert(rows, ids_of, "prompts of --eval_prompts")[0], *scoring)
+        rows = convert(rows, ids_of, "prompts of --eval_prompts")[0]
+        check_columns(scoring[0] if args.eval_steps else [], rows)
+        return EvalPrompts(rows, *scoring)
     if isinstance(held_out, Rows):
-        return EvalPrompts([held_out[i] for i in range(len(held_out))], *scoring)
+        check_columns(scoring[0] if args.eval_steps and len(held_out) else [], held_out.rows)
+        return EvalPrompts(held_out.rows, *scoring)
     rows = []
     found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
     for row in itertools.islice(found, 50 * args.num_samples):

@@ -267,11 +267,12 @@ def grpo_loss(
     `sampling/logp_difference` and `_max`, their distance from old_logps, and with importance_cap where w is
     capped (`sampling/importance_clipped`).
     """
-    log_ratio = (logps - old_logps) * loss_mask
+    trained = (loss_mask != 0).to(logps.dtype)  # a script may put weights into the mask
+    log_ratio = (logps - old_logps) * trained
     if importance_sampling_level == "sequence":
-        tokens = segment_sum(loss_mask, cu_seqlens).clamp(min=1)
+        tokens = segment_sum(trained, cu_seqlens).clamp(min=1)
         sequence = (segment_sum(log_ratio, cu_seqlens) / tokens)[segment_ids(cu_seqlens, len(logps))]
-        log_ratio = sequence * loss_mask
+        log_ratio = sequence * trained
     elif importance_sampling_level != "token":
         raise ValueError(f"importance_sampling_level is token or sequence, not {importance_sampling_level!r}")
     ratio = log_ratio.exp()
@@ -290,7 +291,7 @@ def grpo_loss(
         )
     stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": above, "clip_ratio/region_mean": low + above}
     if sampled_logps is not None:
-        moved = (old_logps - sampled_logps).detach() * loss_mask
+        moved = (old_logps - sampled_logps).detach() * trained
         stats["sampling/logp_difference"] = stats["sampling/logp_difference_max"] = moved.abs()
         if importance_cap is not None:
             losses = losses * moved.exp().clamp(max=importance_cap)
@@ -298,7 +299,7 @@ def grpo_loss(
     if policy_mask is not None:
         losses = losses * policy_mask
     if ref_logps is not None:
-        difference = (ref_logps - logps) * loss_mask
+        difference = (ref_logps - logps) * trained
         kl = difference.exp() - difference - 1
         if use_bias_correction_kl:
             kl = kl * ratio

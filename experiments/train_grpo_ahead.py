@@ -32,7 +32,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
     accelerate launch -m experiments.train_grpo_ahead --model_name_or_path outputs/sft --dataset_name prompts.jsonl \
         --reward_funcs my.py:reward --rollout_server http://127.0.0.1:8000 --rollout_ahead 1
 
-Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
+Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
+in which the completions of a prompt share it (`split_row` of common/collators.py gives each in full).
 """
 
 from dataclasses import dataclass
@@ -241,10 +242,8 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
         mine = range(
             first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
         )
-        kept = [i for i in mine if completions[i].counted and (run_all or completions[i].advantage != 0)]
-        examples = []
-        # a process that keeps none still runs one, masked by its window: the others wait
-        for i in kept or [mine[0]]:
+        examples, others = [], []
+        for i in mine:
             c, prompt = completions[i], completions[i].prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
             sequence = {
@@ -254,9 +253,12 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "advantage": on_completion * np.float32(c.advantage),
                 "place": i,
             }
-            examples.append([sequence])
-        parts = np.array_split(np.arange(len(kept)), args.gradient_accumulation_steps)  # micro-batches
+            is_trained = c.counted and (run_all or sequence["advantage"].any())
+            (examples if is_trained else others).append([sequence])
+        parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
         micro_batches = [part.tolist() for part in parts]
+        # a process that keeps none still runs one, masked by its window: the others wait
+        examples = examples or others[:1]
         windows.append(
             Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation)
         )

@@ -13,8 +13,8 @@ answer), at least 0, without gradient. --loss_type apo_zero_unpaired omits it.
     accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
 
 Shapes: T tokens of the row, S sequences in it, a prompt with its answer each; label (S,), 1: a good answer.
-`flat_batch` (common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the
-model returns.
+`flat_batch` (common/collators.py) says what a batch holds (neighbours share a prompt: `split_row`), `Output`
+(common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     A row that raises BadRow is left out, counted and reported."""
     chat = as_labelled(row)
     sequences = tokenize_chat(chat, tokenizer, max_length=args.max_length)
-    return [sequence | {"label": chat["label"]} for sequence in sequences]
+    return [sequence | {"label": int(chat["label"])} for sequence in sequences]
 
 
 def kto_loss(

@@ -14,8 +14,8 @@ their prompt, which is stored once.
     accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
-`flat_batch` (common/collators.py) says what a batch holds, `Output` (common/model/flat_model.py) what the
-model returns.
+`flat_batch` (common/collators.py) says what a batch holds (neighbours share a prompt: `split_row`), `Output`
+(common/model/flat_model.py) what the model returns.
 """
 
 from dataclasses import dataclass

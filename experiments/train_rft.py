@@ -15,7 +15,8 @@ improbable tokens count least, not most.
     accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
-holds, `Output` (common/model/flat_model.py) what the model returns.
+holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
+returns.
 """
 
 from dataclasses import dataclass, replace

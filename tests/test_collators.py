@@ -5,6 +5,7 @@ import math
 from common.args import CommonArgs
 from common.collators import Window, Windows, eval_batches, flat_batch, split_row
 from common.data import sharing
+from common.data.encode import check_sequence
 from common.data.order import Order, Shuffled
 from common.data.types import whole
 from common.errors import UserError
@@ -298,3 +299,29 @@ def test_fields_sum_to_totals_however_windows_split(random):
             assert arrived == pytest.approx(window.total(field)), field
         weighted = sum(float((batch["loss_mask"] * batch["every"]).sum()) for batch in window)
         assert weighted == pytest.approx(window.total("loss_mask", "every"))
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.0])
+def test_booleans_stay_booleans(weight):
+    """`mask * ~batch["skip"]` and `logps[batch["trained"]]` mean what they say; a filler has none."""
+    sequence = whole(np.arange(3)) | {"skip": np.array([False, True, True]), "is_code": True}
+    batch = flat_batch([[check_sequence(sequence)]], CPU, weight)
+    assert batch["skip"].dtype == batch["is_code"].dtype == torch.bool
+    assert batch["skip"].tolist() == [False, weight == 1, weight == 1]
+    assert batch["is_code"].tolist() == [weight == 1]
+
+
+def test_a_micro_batch_has_one_backward_pass_on_several_processes():
+    """DistributedDataParallel adds up the gradients of the first. A window that starts again counts anew."""
+    for world, is_refused in ((1, False), (2, True)):
+        accelerator = process(0, world)
+        accelerator.backward = lambda loss: None
+        window = Window(accelerator, [[whole(np.arange(4))], [whole(np.arange(3))]], [[0], [1]])
+        for _ in range(2):
+            for _ in window:
+                window.backward(torch.tensor(1.0))
+        if is_refused:
+            with pytest.raises(UserError, match="more than one window.backward"):
+                window.backward(torch.tensor(1.0))
+        else:
+            window.backward(torch.tensor(1.0))

@@ -534,6 +534,22 @@ def test_untrained_tokens_count_nothing():
     assert not any(value.requires_grad for value in stats.values())
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_in_the_mask_count_once(level):
+    """A script may multiply the mask by weights: each loss is multiplied by its weight, and no ratio is."""
+    old, mask, cu = (
+        torch.tensor([0.0, -1.0, -2.0, -0.5]),
+        torch.tensor([0.0, 1.0, 1.0, 1.0]),
+        torch.tensor([0, 4]),
+    )
+    weights = torch.tensor([9.0, 0.1, 0.5, 0.2])
+    logps = old + torch.tensor([0.0, 0.3, -0.1, 0.2])
+    ratios = [math.exp(x) for x in ((0.3, -0.1, 0.2) if level == "token" else (0.4 / 3,) * 3)]
+    how = dict(ref_logps=None, advantages=torch.ones(4), cu_seqlens=cu, importance_sampling_level=level)
+    losses, _ = grpo_loss(logps=logps, old_logps=old, loss_mask=mask * weights, **how)
+    close(losses, [0.0, *(-min(r, 1.2) * w for r, w in zip(ratios, (0.1, 0.5, 0.2), strict=True))])
+
+
 def window_weights(
     loss_type: str, tokens: list[float], trained: list[float] | None = None, **options
 ) -> torch.Tensor:

@@ -34,6 +34,7 @@ from common.errors import UserError, quoted, say
 from common.files import loaded_code
 import numpy as np
 
+DTYPES = {"f": np.float32, "b": np.bool_, "i": np.int64, "u": np.int64}  # of fields, by numpy's kinds
 CHUNK = 200  # rows per task of a worker
 REASONS = 20  # distinct reasons that are kept: some contain a value of the row, so there may be very many
 FEW = 0.02  # the share of rows up to which a note on them is not printed
@@ -146,9 +147,9 @@ class Layout(NamedTuple):
 
 
 def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
-    """A sequence as arrays of int64 or float32. Raises UserError, naming the field, for ids that are not 0 to
-    largest_id, a mask that is not 0 or 1 for each of them, and other fields that are not finite numbers, one
-    or one for each token."""
+    """A sequence as arrays of int64, float32 or bool. Raises UserError, naming the field, for ids that are
+    not 0 to largest_id, a mask that is not 0 or 1 for each of them, and other fields that are not finite
+    numbers, one or one for each token."""
     if not isinstance(sequence, dict) or not {"input_ids", "loss_mask"} <= sequence.keys():
         raise UserError(
             f"found {quoted(sequence, 60)}; expected a sequence {{input_ids, loss_mask, ...}}, or a text"
@@ -174,10 +175,10 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
         elif name == "loss_mask":
             valid = array.shape == (n,) and ((array == 0) | (array == 1)).all()
         else:
-            valid = kind in ("b", "u", "i", "f") and array.shape in ((n,), ())
+            valid = kind in DTYPES and array.shape in ((n,), ())
         if valid:
             with np.errstate(over="ignore"):
-                checked[name] = array.astype(np.float32 if kind == "f" and name != "loss_mask" else np.int64)
+                checked[name] = array.astype(np.int64 if name == "loss_mask" else DTYPES[kind])
         if not valid or not np.isfinite(checked[name]).all():
             raise UserError(
                 f"the field {name} is {quoted(sequence[name], 60)}; expected finite numbers, one or one for each of {n} "
@@ -233,7 +234,7 @@ class Encoded(NamedTuple):
     difficulty: np.ndarray  # (examples,) float64, NaN without a curriculum column
     layout: Layout | None  # of every example; None: there are none
     # (T,) or (S,) by the layout: input_ids uint16 (uint32 for large vocabularies), loss_mask uint8 (1 where
-    # trained), others int64 or float32; none without examples
+    # trained), others int64, float32 or bool; none without examples
     fields: dict[str, np.ndarray]
     account: Account
     read: set[str]  # names of the arguments that encode read

@@ -1,6 +1,7 @@
 """Examples in memory-mapped files: the form of a tokenised source. Packed into rows, or cut into rows."""
 
 import bisect
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from common.data.encode import Layout, agree
@@ -28,7 +29,10 @@ class TokenFile(NamedTuple):
     facts: dict[str, Any]
 
     def sequence(self, i: int) -> Sequence:
-        span = slice(self.starts[i], self.ends[i])
+        span: Any = slice(self.starts[i], self.ends[i])
+        total = len(self.fields["input_ids"])
+        if self.ends[i] > total:  # a row of a stream that goes on at its beginning, see `chunk`
+            span = np.arange(self.starts[i], self.ends[i]) % total
         return {
             name: values[span] if self.layout.fields[name][0] == "token" else values[i].item()
             for name, values in self.fields.items()
@@ -92,6 +96,11 @@ class Examples:
         """The examples of one source."""
         return Examples([self.files[s]], [self.sources[s]])
 
+    def in_pass(self, number: int, seed: int) -> "Examples":
+        """The examples as a later pass over their source has them: the same, but for a stream cut into
+        rows."""
+        return self
+
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
         return {
@@ -103,6 +112,20 @@ class Examples:
         names = ("columns", "rows", "examples", "tokens", "trained_tokens", "dropped", "noted")
         pairs = zip(self.sources, self.files, strict=True)
         return [source.facts() | {name: file.facts[name] for name in names} for source, file in pairs]
+
+
+class Wrapped(Examples):
+    """Rows that each source, one long stream, is cut into: in every pass at other places."""
+
+    def __init__(self, files: list[TokenFile], documents: Examples, max_length: int):
+        """documents: what was cut."""
+        super().__init__(files, documents.sources)
+
+        def cut_again(number: int, seed: int) -> Examples:
+            return chunk(documents, max_length, start=(seed, number)) if number else self
+
+        # sources with weights are in different passes, and a window may span two of each
+        self.in_pass = lru_cache(maxsize=2 * len(files))(cut_again)
 
 
 class Packs(Examples):
@@ -163,21 +186,33 @@ def pack(data: Data, max_length: int) -> Data:
     return Packs(data, members, counts, max_length)
 
 
-def chunk(data: Data, max_length: int, across: bool = True) -> Data:
+def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, int] | None = None) -> Data:
     """The same kind of data, with documents cut into rows: examples of one sequence of at most max_length
     tokens.
 
     across: cut each source as one long stream, across document boundaries; otherwise cut each document
     separately. A remainder of one token, which has nothing to predict, is left out. A piece has the
-    difficulty and the per-sequence fields of the document in which it starts. Raises UserError for examples
-    of several sequences.
+    difficulty of the document in which it starts, and, of one document, its per-sequence fields.
+
+    A stream is cut from its first token on; in later passes (`in_pass`) from a token that depends on the seed
+    and the pass, `start`, and goes on at its beginning. So a row is as long in every pass, and each token is
+    in one row.
+
+    Raises UserError for examples of several sequences, and for per-sequence fields in a stream, whose rows
+    hold several documents.
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: chunk(examples, max_length, across))
     files = []
-    for source, file in zip(data.sources, data.files, strict=True):
+    for s, (source, file) in enumerate(zip(data.sources, data.files, strict=True)):
         if (file.counts > 1).any():
             raise UserError(f"{source.path}: examples of several sequences are not cut into chunks")
+        per_sequence = {name for name, (per, _) in file.layout.fields.items() if per == "sequence"}
+        if across and per_sequence:
+            raise UserError(
+                f"{source.path}: a row holds several documents, so one number for each, {', '.join(per_sequence)}, has no "
+                "place: as many numbers as tokens (in encode), or --packing_strategy bfd"
+            )
         starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
         pieces = -(-(ends - starts) // max_length)  # pieces per document
         within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -185,9 +220,14 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
         end = np.minimum(begin + max_length, np.repeat(ends, pieces))
         kept = end - begin > 1
         begin, end = begin[kept], end[kept]
+        if start is not None and len(begin):
+            total = len(file.fields["input_ids"])
+            shifted = (begin + np.random.default_rng((*start, s)).integers(total)) % total
+            begin, end = shifted, shifted + end - begin
         of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece starts
-        per_token = {name for name, (per, _) in file.layout.fields.items() if per == "token"}
-        fields = {name: values if name in per_token else values[of] for name, values in file.fields.items()}
+        fields = {
+            name: values[of] if name in per_sequence else values for name, values in file.fields.items()
+        }
         files.append(
             file._replace(
                 starts=begin,
@@ -199,7 +239,7 @@ def chunk(data: Data, max_length: int, across: bool = True) -> Data:
                 fields=fields,
             )
         )
-    return Examples(files, data.sources)
+    return Wrapped(files, data, max_length) if across else Examples(files, data.sources)
 
 
 def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:

@@ -47,7 +47,7 @@ class Order:
             )
         self.difficulty = difficulty
         # a window spans at most two epochs, unless it is larger than one
-        self.epoch = lru_cache(maxsize=2)(self._draw)
+        self._drawn = lru_cache(maxsize=2)(self._draw)
 
     def of(self, examples: "Examples") -> "Order":
         """The order of other examples of the same sources, with the same settings."""
@@ -67,13 +67,22 @@ class Order:
         return sum(self.counts)
 
     def __getitem__(self, position: int) -> int:
-        return int(self.epoch(position // len(self))[position % len(self)])
+        return self.drawn(position)[0]
+
+    def drawn(self, position: int) -> tuple[int, int]:
+        """The example at a position, and how many passes over its source were complete before."""
+        number, example = divmod(int(self._drawn(position // len(self))[position % len(self)]), len(self))
+        return example, number
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The examples of an epoch, in order: (N,) int64."""
+        return self._drawn(epoch) % len(self)
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """All positions of an epoch: (N,) int64."""
+        """All positions of an epoch, (N,) int64: each the example + N · the passes before over its source."""
         rng = np.random.default_rng((self.seed, epoch))
         if self.quotas is None:
-            order = rng.permutation(len(self))
+            order = rng.permutation(len(self)) + epoch * len(self)
         else:
             # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the
             # epoch.
@@ -83,7 +92,7 @@ class Order:
             ]
         if epoch == 0 and self.difficulty is not None:
             n = round(CURRICULUM * len(order))
-            ranked = order[:n][np.argsort(self.difficulty[order[:n]], kind="stable")]
+            ranked = order[:n][np.argsort(self.difficulty[order[:n] % len(self)], kind="stable")]
             order[:n] = np.concatenate([rng.permutation(band) for band in np.array_split(ranked, BANDS)])
         return order
 
@@ -95,7 +104,7 @@ class Order:
         passes = {
             k: np.random.default_rng((self.seed, s, k)).permutation(N) for k in np.unique(turns // N).tolist()
         }
-        drawn = [passes[k][turns[turns // N == k] % N] for k in passes]
+        drawn = [passes[k][turns[turns // N == k] % N] + k * len(self) for k in passes]
         return sum(self.counts[:s]) + np.concatenate(drawn) if drawn else np.zeros(0, np.int64)
 
 
@@ -121,11 +130,13 @@ class Shuffled:
         return len(self.order)
 
     def __getitem__(self, position: int) -> Example:
-        return self.examples[self.order[position]]
+        example, number = self.order.drawn(position)
+        return self.examples.in_pass(number, self.order.seed)[example]
 
     def where(self, position: int) -> str:
         """The source and row of the example at a position."""
-        return self.examples.where(self.order[position])
+        example, number = self.order.drawn(position)
+        return self.examples.in_pass(number, self.order.seed).where(example)
 
     def size(self, position: int) -> int:
         """Tokens of the example at a position (before turns are dropped)."""

@@ -115,6 +115,7 @@ class Stream:
         data = examples = Examples(files, self.sources)
         for function in self.functions:
             examples = function(examples)
+        examples = examples.in_pass(number, self.seed)
         if not len(examples):
             raise UserError(f"--dataset_streaming: no row can be used among {sum(self.quotas)} in succession")
         order = np.random.default_rng((self.seed, number)).permutation(len(examples))

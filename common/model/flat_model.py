@@ -141,7 +141,8 @@ class FlatModel(nn.Module):
         targets = batch["targets"]
         predicting = base_lm(self.lm), predicting
         tokens = batch["input_ids"][0, targets]
-        counts = batch["loss_mask"][targets]  # (N,) 1; 0 if a row without a trained token scores one anyway
+        # (N,) 1; 0 if a row without a trained token scores one anyway. A script may put weights into the mask.
+        counts = (batch["loss_mask"][targets] != 0).float()
         nll = mapped = None
         if nll_weights is not None:
             nll, scores = lm_head.weighted_nll(

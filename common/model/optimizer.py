@@ -134,5 +134,13 @@ def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the rate of every parameter group, times its `lr_multiplier` if it has one. Raises UserError if a
+    script gave a group another rate, which would be overwritten."""
+    plain = {group["lr"] for group in optimizer.param_groups if "lr_multiplier" not in group}
+    if len(plain) > 1:
+        raise UserError(
+            f"parameter groups have different learning rates ({', '.join(map(str, sorted(plain)))}), and the schedule "
+            'would overwrite them: give a group "lr_multiplier", its rate relative to --learning_rate'
+        )
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group.get("lr_multiplier", 1.0)

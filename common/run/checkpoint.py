@@ -13,6 +13,7 @@ import json
 import os
 from pathlib import Path
 import shutil
+from types import NoneType
 from typing import Any
 
 from accelerate import Accelerator
@@ -24,13 +25,13 @@ from common.files import flush, write_manifest, writing
 from common.model.flat_model import FlatModel
 from common.model.merge import write_merged
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
-from common.processes import on_each_process, on_main_process, sharded_as, unsharded
+from common.processes import gather_lists, on_each_process, on_main_process, sharded_as, unsharded
 from common.run import sharded
 from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of
 from safetensors.torch import load_file
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 # Of the optimizer's groups: set by flags or by the script, not by a checkpoint.
 SETTINGS = ("lr", "lr_multiplier", "weight_decay", "betas", "eps", "fused")
@@ -61,7 +62,7 @@ def save_checkpoint(
     shards = is_fsdp and sharded.writes_shards(accelerator, wrapper)
     modules = sharded.gather_extra(wrapper) if shards else {}
     weights = {} if shards else gather_weights(accelerator, model)
-    states = tree_map(unsharded, {name: one.state_dict() for name, one in (kept or {}).items()})
+    states = {name: kept_state(accelerator, name, one) for name, one in (kept or {}).items()}
 
     @writing(output_dir)
     def write() -> None:
@@ -237,11 +238,40 @@ def load_extra(model: FlatModel, checkpoint: Path | None, start: str | None = No
         model.extra.load_state_dict(load_file(checkpoint / EXTRA))
 
 
+def kept_state(accelerator: Accelerator, name: str, kept: Any) -> Any:
+    """The state of what a script keeps: a dict, or an object with a `state_dict()`. Called on every process.
+
+    Raises UserError for values that could not be read again, and if it differs between the processes, of
+    which only the main one's would be restored.
+    """
+    state = tree_map(unsharded, kept if isinstance(kept, dict) else kept.state_dict())
+    seen = []
+    for value in tree_leaves(state):
+        if isinstance(value, torch.Tensor):
+            bits = value.detach().reshape(-1).view(torch.uint8)
+            seen.append(f"{tuple(value.shape)} {bits.sum().item()}")
+        elif type(value) in (bool, int, float, str, NoneType):
+            seen.append(repr(value))
+        else:
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            raise UserError(
+                f"run.keep: the state of {name!r} holds a {kind}; expected numbers, texts and tensors"
+            )
+    everyones = gather_lists(accelerator, [seen])
+    if any(other != everyones[0] for other in everyones):
+        raise UserError(f"run.keep: the state of {name!r} differs between the processes, and is not saved")
+    return state
+
+
 def load_kept(name: str, kept: Any, checkpoint: Path) -> None:
     """Restore an object from what `save_checkpoint` kept of it."""
     with _reading(checkpoint / KEPT, f"what this script keeps as {name!r}"):
-        states = torch.load(checkpoint / KEPT, map_location="cpu", weights_only=True)
-        kept.load_state_dict(sharded_as(kept.state_dict(), states[name]))
+        state = torch.load(checkpoint / KEPT, map_location="cpu", weights_only=True)[name]
+        if isinstance(kept, dict):
+            kept.clear()
+            kept.update(state)
+        else:
+            kept.load_state_dict(sharded_as(kept.state_dict(), state))
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.errors import hidden, quoted, say
+from common.errors import UserError, hidden, quoted, say
 from common.files import replace_text, writing
 from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, unsharded
@@ -23,8 +23,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+# Names of a line's own values, which a script's metric would be taken for.
+OWN = {"step", "seconds", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
+OWN |= {"memory_gib", "peak_memory_gib", "bad_steps", "not_finite"}
 STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
+OFF = 0.1  # nats a token between the sampler and the model that it sampled from; bfloat16 rounds by 0.01
 
 
 class Metrics:
@@ -59,11 +63,15 @@ class Metrics:
         is their maximum.
 
         weights: of the values' shape, for instance the mask of the tokens that count; or one number for all
-        of them.
+        of them. What has the weight 0 is no maximum. Raises UserError for a name of the line's own.
         """
         for name, value in values.items():
             if name.endswith("_max"):
-                self._add(name, torch.as_tensor(value).detach().amax(), 1.0)
+                value = torch.as_tensor(value).detach()
+                if isinstance(weights, Tensor) and weights.shape == value.shape:
+                    value = value.masked_fill(weights == 0, -math.inf)
+                largest = value.amax()
+                self._add(name, largest, largest != -math.inf)
             elif isinstance(value, Tensor):
                 by = weights if isinstance(weights, Tensor) else torch.full((), weights, device=value.device)
                 if by.dim() and value.dim() and by.shape != value.shape:
@@ -90,6 +98,8 @@ class Metrics:
         return total / weight if weight else 0.0
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
+        if name in OWN:
+            raise UserError(f"a metric is called {name}, which each line has of its own: call it otherwise")
         _combine(self.window, name, self._pair(total, weight))
 
     def _pair(self, total: float | Tensor, weight: float | Tensor) -> Tensor:
@@ -172,7 +182,14 @@ class Metrics:
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
-        """Warn when the loss jumps. GRPO's is centred on 0 by construction, and is not watched."""
+        """Warn when the loss jumps (GRPO's is centred on 0 by construction, and is not watched), and when the
+        first completions have other log-probabilities than the model that sampled them."""
+        off = values.get("sampling/logp_difference", 0.0)
+        if off > OFF and "loss" not in self.last:
+            say(
+                f"[step {step}] the completions are {off:.2g} nats a token off the model that sampled them: does a call of "
+                "the model lack the temperature?"
+            )
         if "loss" in values and "reward" not in values:
             if len(self.losses) >= 10:
                 z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 MOST_BAD = 3  # steps in a row, after which the run ends
+MOST_STILL = 5  # steps in a row with a gradient of 0, after which a line says so
 
 
 class NonFinite:
@@ -20,6 +21,7 @@ class NonFinite:
 
     def __init__(self, metrics: Metrics, tokenizer: Tokenizer):
         self.metrics, self.tokenizer = metrics, tokenizer
+        self.still = 0  # steps in a row whose gradient was exactly 0
 
     def check(self, grad_norm: Tensor | None, step: int, window: Window) -> bool:
         """Whether the optimizer should take the step. If not, the window is written to bad_batches/.
@@ -34,6 +36,12 @@ class NonFinite:
         scaled = accelerator.scaler is not None and accelerator.scaler.get_scale() >= 1
         bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or scaled)
         bad = metrics.window_is_bad = anywhere(accelerator, bad)  # all processes take the step, or none does
+        self.still = self.still + 1 if norm == 0 else 0
+        if self.still == MOST_STILL:
+            say(
+                f"step {step + 1}: the gradient was exactly 0 in {MOST_STILL} steps in a row: nothing is trained; look at "
+                "the mask, the weights, or in GRPO at frac_reward_zero_std"
+            )
         if bad:
             self._report(loss, norm, step, window)
         return bool(accelerator.scaler) or not bad

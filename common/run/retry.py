@@ -13,6 +13,7 @@ overlaps computation.
 
 from collections.abc import Callable
 import math
+import random
 from typing import Any
 
 from accelerate import Accelerator
@@ -24,6 +25,7 @@ from common.memory import SHARDED, empty_caches, is_oom, tokens_at_once
 from common.processes import anywhere
 from common.run.launch import NEVER_FREED
 from common.run.metrics import Metrics
+import numpy as np
 import torch
 from torch import nn
 
@@ -79,14 +81,14 @@ class Retry:
             )
         while True:
             reason = None
-            torch.manual_seed(self._seed(step) + self.accelerator.process_index)  # of dropout
+            _seed_all(self._seed(step) + self.accelerator.process_index)  # of dropout
             window.split(self.splits, self.tokens)
             try:
                 if self.experts:
                     self.experts.begin(self.accelerator, self.model, window)
                 self._inside = True
                 gradients(window)
-                if not window.went_backward:
+                if not window.backward_calls:
                     raise UserError(
                         "gradients(window) never calls window.backward(loss), which scales the loss of a micro-batch"
                     )
@@ -107,7 +109,7 @@ class Retry:
         if self.experts:
             self.metrics.add(**self.experts.finish())
         # the same on every process, for random numbers in the script's loop
-        torch.manual_seed(self._seed(step))
+        _seed_all(self._seed(step))
 
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint, so that a resumed run rounds as the first one did."""
@@ -158,6 +160,13 @@ class Retry:
             work.wait()
         for p in trained:
             p.grad /= self.accelerator.num_processes
+
+
+def _seed_all(seed: int) -> None:
+    """Of torch, and of numpy and `random`, which a script may use: a resumed run draws the same."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _shape(window: Window) -> str:

@@ -20,7 +20,6 @@ import os
 from pathlib import Path
 import shlex
 import sys
-from types import NoneType
 from typing import Any, TypeVar
 
 from accelerate.utils import DistributedType
@@ -31,7 +30,16 @@ from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printab
 from common.files import loaded_code, writing
 from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
-from common.run.checkpoint import check_modules, export, load_extra, load_kept, prune, resume, save_checkpoint
+from common.run.checkpoint import (
+    check_modules,
+    export,
+    kept_state,
+    load_extra,
+    load_kept,
+    prune,
+    resume,
+    save_checkpoint,
+)
 from common.run.describe import describe
 from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder
 from common.run.launch import NEVER_FREED, start
@@ -50,7 +58,6 @@ from common.sampling import Reward, RolloutSchedule
 from common.sampling.rollout import rollout_lines, rollout_metrics
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 T = TypeVar("T")
@@ -154,22 +161,17 @@ class Run:
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:
-        """Save the object's `state_dict()` in each checkpoint; if the run resumes, restore it here, by
-        `load_state_dict`. Returns the object. Call it before the loop, on every process.
+        """Save the object's `state_dict()`, or the dict itself, in each checkpoint; if the run resumes,
+        restore it here. Returns the object. Call it before the loop, on every process.
 
         The state: numbers, texts and tensors in dicts and lists, the same on every process. Tensors that
         FSDP2 shards are kept whole, and sharded again where a dict holds them; so keep a copy of weights
         after `prepare`.
 
-        Raises UserError for a state of other things, which could not be read again, or if the checkpoint has
-        another state.
+        Raises UserError, here and at each save, for a state of other things, which could not be read again,
+        or one that differs between the processes; and if the checkpoint has another state.
         """
-        for value in tree_leaves(kept.state_dict()):
-            if not isinstance(value, Tensor) and type(value) not in (bool, int, float, str, NoneType):
-                kind = f"{type(value).__module__}.{type(value).__name__}"
-                raise UserError(
-                    f"run.keep: the state of {name!r} holds a {kind}; expected numbers, texts and tensors"
-                )
+        kept_state(self.accelerator, name, kept)
         self.kept[name] = kept
         if self.resume_from:
             load_kept(name, kept, self.resume_from)

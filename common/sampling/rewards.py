@@ -8,6 +8,7 @@ assistant message. `columns` holds every other column of the dataset, and `compl
 import asyncio
 from collections.abc import Callable
 import copy
+import difflib
 import functools
 import importlib.util
 import inspect
@@ -42,6 +43,13 @@ FORMULA = re.compile(
 )
 
 
+# What every function gets, beside the columns of the rows; and what a reward's name may not be, because an
+# evaluation has it, eval_loss for instance, or a sample.
+GIVEN = ("prompts", "completions", "completion_ids")
+TAKEN = {"loss", "perplexity", "mean_token_accuracy", "entropy", "bits_per_byte"}
+TAKEN |= {"step", "temperature", "prompt", "completion"}
+
+
 class Reward(NamedTuple):
     name: str  # as in the metric rewards/<name>/mean
     function: RewardFunction
@@ -62,6 +70,10 @@ def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--r
         except UserError as error:
             raise UserError(f"{flag} {spec}: {error}") from None
     names = [reward.name for reward in rewards]
+    for name in TAKEN.intersection(names):
+        raise UserError(
+            f"{flag}: a function called {name} would replace the {name} of evaluations: rename it"
+        )
     if len(set(names)) < len(names):
         raise UserError(f"{flag}: two functions have the same name: {', '.join(names)}")
     return rewards
@@ -201,6 +213,31 @@ def number_after(text: str, mark: str) -> float | None:
 def text_of(completion: Completion) -> str:
     """The text of a completion in either form: of several messages, the last one's."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
+    """Raise UserError for rows with columns that would replace what each function gets, or that do not suit
+    the signature of one: before anything is sampled."""
+    columns = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompt_ids"))
+    for name in columns.keys() & {*GIVEN} if rewards else ():
+        raise UserError(
+            f"the rows have a column {name}, a name of what a reward gets by itself: --columns its_{name}={name}"
+        )
+    for reward in rewards:
+        try:
+            parameters = inspect.signature(reward.function).parameters.values()
+        except (TypeError, ValueError):  # of a function written in C
+            continue
+        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        needed = {p.name for p in parameters if p.name in names and p.default is p.empty}
+        takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        there = f"the rows have {', '.join(columns) or 'none'}"
+        for name in sorted(needed - {*GIVEN, *columns}):
+            alike = difflib.get_close_matches(name, sorted(columns.keys() - names), 1, 0.0)
+            way = f": --columns {name}={alike[0]}" if alike else ""
+            raise UserError(f"reward function {reward.name} needs a column {name}; {there}{way}")
+        for name in [] if takes_all else sorted({*GIVEN, *columns} - names):
+            raise UserError(f"reward function {reward.name} does not take {name}; {there}: give it **columns")
 
 
 # --- scoring ------------------------------------------------------------------------------------------------

@@ -41,6 +41,11 @@ def documents(row, tokenizer, args):
     return [whole(ids) | {"twice": 2.0 * ids, "thrice": 3 * ids, "document": row["i"]}]
 
 
+def stream_of_documents(row, tokenizer, args):
+    [sequence] = documents(row, tokenizer, args)
+    return [{name: value for name, value in sequence.items() if name != "document"}]
+
+
 def rows_of(count, first=0):
     return [{"i": i, "n": i % 7 + 2} for i in range(first, first + count)]
 
@@ -62,11 +67,11 @@ def check(sequence, i, n, start=0):
     assert sequence.keys() == expected.keys()
     for name in ("input_ids", "loss_mask", "segment", "is_code", "teacher/logp"):
         assert sequence[name].tolist() == np.asarray(expected[name])[part].tolist()
-    assert sequence["segment"].dtype == sequence["is_code"].dtype == np.int64
+    assert sequence["segment"].dtype == np.int64 and sequence["is_code"].dtype == np.bool_
     assert sequence["teacher/logp"].dtype == np.float32
     numbers = [sequence[name] for name in ("score", "kind", "known")]
     assert numbers == [i + 0.25, 2**40 + i, i % 2 == 0]
-    assert [isinstance(number, int) for number in numbers] == [False, True, True]
+    assert [type(number) for number in numbers] == [float, int, bool]
 
 
 # --- where they arrive --------------------------------------------------------------------------------------
@@ -111,7 +116,8 @@ def test_chunks_have_the_fields_of_their_tokens(tmp_path, across, settings, monk
     rows = [
         {"i": i, "n": n, "start": int(start)} for i, (n, start) in enumerate(zip(sizes, starts, strict=True))
     ]
-    train = chunk(load(tmp_path, rows, encode=documents, **settings), 4, across=across)
+    encode = stream_of_documents if across else documents
+    train = chunk(load(tmp_path, rows, encode=encode, **settings), 4, across=across)
     found = [train[p][0] for p in range(len(train.examples))]
     for sequence in found:
         ids = sequence["input_ids"].astype(int)
@@ -119,8 +125,18 @@ def test_chunks_have_the_fields_of_their_tokens(tmp_path, across, settings, monk
             sequence["twice"].tolist() == (2 * ids).tolist()
             and sequence["thrice"].tolist() == (3 * ids).tolist()
         )
-        assert sequence["document"] == np.searchsorted(starts, ids[0], side="right") - 1  # in which it begins
+        if not across:
+            assert sequence["document"] == np.searchsorted(starts, ids[0], side="right") - 1
     assert sum(len(sequence["input_ids"]) for sequence in found) > 55
+
+
+def test_a_row_of_several_documents_has_no_number_of_one(tmp_path):
+    """It would count for its neighbours, too."""
+    train = load(tmp_path, [{"i": 0, "n": 5, "start": 0}], encode=documents)
+    with pytest.raises(
+        UserError, match="a row holds several documents, so one number for each, document, has"
+    ):
+        chunk(train, 4)
 
 
 def test_cuts_shorten_what_is_per_token(tmp_path):

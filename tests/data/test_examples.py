@@ -4,6 +4,7 @@ same."""
 import time
 
 from common.data.examples import best_fit, chunk, pack
+from common.data.order import Order, Shuffled
 from common.data.token_budget import balance
 from common.errors import UserError
 from hypothesis import given, settings
@@ -110,6 +111,45 @@ def test_cut_documents_are_those_of_a_loop(sources, max_length, across, difficul
     assert (cut.difficulty is None) == (not difficulty or not begins)
     if difficulty and begins:
         assert cut.difficulty.tolist() == begins
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 3.0]])
+@pytest.mark.parametrize(
+    "total", [37, 61, 64]
+)  # with a row of 5 tokens, one of 1, which is left out, and none
+def test_every_pass_cuts_a_stream_at_other_places(total, weights):
+    """Each row goes on where it begins, as long as in the first pass; each token is in one row of a pass,
+    but one where a single one is left; and a position always has the same row."""
+    totals, size, cuts = [total, 30], 4, []
+
+    def make():
+        documents = make_examples([[total - 10, 10], [30]], by_place=True)
+        return chunk(Shuffled(documents, Order(documents.counts, 7, weights=weights)), size)
+
+    train = make()
+    for s, tokens in enumerate(totals):
+        drawn = [train.order.drawn(position) for position in range(40 * len(train))]
+        mine = [
+            p for p, (example, _) in enumerate(drawn) if (example >= train.examples.counts[0]) == (s == 1)
+        ]
+        rows = train.examples.counts[s]
+        for number in range(5):
+            positions = mine[number * rows : (number + 1) * rows]
+            found = [train[position][0]["input_ids"].tolist() for position in positions]
+            for position, row in zip(positions, found, strict=True):
+                assert drawn[position][1] == number and len(row) == train.size(position)
+                assert row == [(row[0] + i) % tokens for i in range(len(row))]
+            seen = sorted(flat(found))
+            assert len(seen) == len(set(seen)) == tokens - (tokens % size == 1)
+            cuts.append(sorted(row[0] % size for row in found))
+            if number == 0:
+                assert sorted(found) == [
+                    list(range(tokens))[at : at + size] for at in range(0, rows * size, size)
+                ]
+    assert len({tuple(cut) for cut in cuts}) > 4  # of two sources, in five passes each
+    again = make()
+    for position in (len(train) * 3, 1, len(train) * 2):
+        assert again[position][0]["input_ids"].tolist() == train[position][0]["input_ids"].tolist()
 
 
 # --- micro-batches ------------------------------------------------------------------------------------------

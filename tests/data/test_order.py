@@ -186,6 +186,9 @@ class Chats:
     def chats(self, i):
         return [self.examples[i]]
 
+    def in_pass(self, number, seed):
+        return self
+
 
 def lengths(shuffled, positions):
     return [len(sequence["input_ids"]) for p in positions for sequence in shuffled[p]]

@@ -210,3 +210,16 @@ def test_extra_modules_may_have_their_own_rate(optim):
     again.load_state_dict(optimizer.state_dict())
     set_lr(again, 2e-3)
     assert sorted({group["lr"] for group in again.param_groups}) == pytest.approx([2e-3, 1e-2])
+
+
+def test_a_group_has_the_rate_of_the_schedule_times_its_multiplier():
+    """A rate of its own would be overwritten at the first step."""
+    one, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([one], lr=0.1)
+    optimizer.add_param_group({"params": [other], "lr": 0.01})
+    with pytest.raises(UserError, match="different learning rates .0.01, 0.1..*lr_multiplier"):
+        set_lr(optimizer, 0.1)
+    optimizer.param_groups[1]["lr_multiplier"] = 0.1
+    for rate in (0.1, 0.05):
+        set_lr(optimizer, rate)
+        assert [group["lr"] for group in optimizer.param_groups] == [rate, pytest.approx(rate / 10)]

@@ -1,6 +1,8 @@
 """What a FlatModel gives beside log-probabilities: each field of its Output, against the full logits of each
 sequence."""
 
+import copy
+
 from common.collators import flat_batch
 from common.model import Output
 from common.model.flat_model import base_lm
@@ -12,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.model.test_model import examples
+from tests.model.test_model import alone_in_float64, examples
 from tests.tiny import tiny_family
 
 CPU = torch.device("cpu")
@@ -41,6 +43,27 @@ def assert_same_gradients(one: nn.Module, other: nn.Module, tolerance: float):
     for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
         if q.grad is not None:
             assert (p.grad - q.grad).abs().max() <= tolerance * q.grad.abs().max().clamp(min=1e-5), name
+
+
+# --- weights in the mask ------------------------------------------------------------------------------------
+
+
+def test_weights_in_the_mask_count_once():
+    """Where a script multiplies loss_mask by weights, they reach the loss and its gradient as they are."""
+    lm, rows = tiny_family("llama"), examples()
+    model, batch = wrap(copy.deepcopy(lm)), flat_batch(rows, CPU)
+    weights = batch["loss_mask"] * torch.rand(174, generator=torch.Generator().manual_seed(0))
+    batch["loss_mask"] = weights
+    logps = torch.cat([alone_in_float64(lm, example) for example in rows])
+    wanted = -(logps * weights).sum()
+    wanted.backward()
+    for options in ({"nll_weights": weights}, {}):
+        model.zero_grad()
+        out = model(batch, **options)
+        loss = -(out.logps * weights).sum() if out.nll is None else out.nll
+        loss.backward()
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+        assert_same_gradients(model.lm, lm, 1e-4)
 
 
 # --- what is not asked for is None --------------------------------------------------------------------------

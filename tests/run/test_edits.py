@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from tests.conftest import ROOT, SFT, run_script, torchrun
+from tests.conftest import GRPO, ROOT, SFT, run_script, torchrun, train_metrics
+from tests.data.rows import process
 from tests.tiny import SIZE
 
 OPTIMIZER = "    optimizer = make_optimizer(args, model)\n"
@@ -71,6 +72,21 @@ def test_state_that_is_not_kept_ends_the_run(kept, problem, script, launch):
         launch("sft", *words)
 
 
+def test_a_dict_is_kept_and_looked_at_in_each_save(script, launch):
+    """What is put into it later could not be read again; a numpy number, for instance."""
+    keep = (PREPARE, f'{PREPARE}    seen = run.keep("seen", {{}})\n')
+    count = (
+        '            seen["steps"] = seen.get("steps", 0) + 1\n            assert seen["steps"] == step + 1\n'
+    )
+    words = [*SFT, "--save_steps", "1", "--accept_changes"]
+    script(keep, (STEP, STEP + count))
+    launch("sft", *words, "--max_steps", "2")
+    launch("sft", *words, "--max_steps", "4")  # goes on with the 2
+    script(keep, (STEP, f"{STEP}            seen['norm'] = grad_norm.numpy()[()]\n"))
+    with pytest.raises(UserError, match="the state of 'seen' holds a numpy.float32"):
+        launch("sft", *words, "--max_steps", "6")
+
+
 @pytest.mark.parametrize(
     ("place", "module", "named"),
     [
@@ -106,12 +122,79 @@ def test_a_forgotten_zero_grad_is_refused(script, launch):
         launch("sft", *SFT, "--max_steps", "3", "--overwrite_output_dir")
 
 
+def test_random_numbers_of_any_library_are_those_of_the_step(script, launch):
+    """A run that goes on draws in its third step what a run in one piece does."""
+    drawn = "            run.metrics.add(drawn=random.random() + np.random.rand() + torch.rand(()).item())\n"
+    log = "            run.metrics.add(mask,"
+    libraries = "import random\n\nimport numpy as np\n"
+    script(("import math\nimport torch\n", f"import math\n{libraries}import torch\n"), (log, f"{drawn}{log}"))
+    words = [*SFT, "--logging_steps", "1", "--save_steps", "2"]
+    whole = launch("sft", *words, "--max_steps", "3", output="whole")
+    for steps in ("2", "3"):
+        parts = launch("sft", *words, "--max_steps", steps)
+    one, other = ([row["drawn"] for row in train_metrics(folder)] for folder in (whole, parts))
+    assert one == other and len(set(one)) == 3
+
+
+def test_a_gradient_of_0_is_said(script, launch, capsys):
+    """After five steps in a row; the run goes on, as in GRPO, where all rewards may be equal for a while."""
+    script(("nll_weights=mask / N)", "nll_weights=0 * mask / N)"))
+    launch("sft", *SFT, "--max_steps", "7")
+    assert capsys.readouterr().out.count("step 5: the gradient was exactly 0 in 5 steps in a row") == 1
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_forgotten_temperature_is_said(is_forgotten, launch, capsys, monkeypatch, tmp_path):
+    """The log-probabilities of a first update are those of the sampler."""
+    source = (ROOT / "train_grpo.py").read_text()
+    call = "batch, temperature=args.temperature, entropy=True"
+    assert source.count(call) == 1
+    (tmp_path / "train_mine.py").write_text(
+        source.replace(call, "batch, entropy=True") if is_forgotten else source
+    )
+    spec = importlib.util.spec_from_file_location("train_grpo", tmp_path / "train_mine.py")
+    copy = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "train_grpo", copy)
+    spec.loader.exec_module(copy)
+    launch(
+        "grpo",
+        *GRPO,
+        "--temperature",
+        "2.0",
+        "--max_steps",
+        "1",
+        "--reward_funcs",
+        "regex:[aeo]",
+        "exact_number",
+    )
+    assert capsys.readouterr().out.count("does a call of the model lack the temperature?") == is_forgotten
+
+
 def test_weights_of_another_shape_name_their_metric(tmp_path):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     with pytest.raises(ValueError, match="my_loss"):
         metrics.add(torch.ones(3), my_loss=torch.ones(3, 1))
     metrics.add(torch.ones(3), of_all=torch.tensor(2.0))
     assert metrics.window_mean("of_all") == 2.0
+
+
+@pytest.mark.parametrize("name", ["step", "grad_norm", "learning_rate"])
+def test_a_metric_does_not_take_the_place_of_a_lines_own(name, tmp_path):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    for add in (metrics.add, metrics.add_sum):
+        with pytest.raises(UserError, match=f"a metric is called {name}"):
+            add(**{name: 1.0})
+
+
+def test_a_maximum_is_of_what_counts(tmp_path):
+    """Not of prompts, nor of a filler, which has none."""
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    metrics.add(torch.zeros(2), far_max=torch.tensor([7.0, 8.0]), none_max=torch.tensor([1.0, 2.0]))
+    metrics.add(torch.tensor([0.0, 0.5, 1.0]), far_max=torch.tensor([9.0, -3.0, -4.0]))
+    metrics.add(far_max=-5.0)
+    metrics.close_window()
+    found = metrics.reduce()
+    assert found["far_max"] == [-3.0, 1.0] and found["none_max"][1] == 0
 
 
 def test_the_rate_of_a_group_is_that_of_the_script(script, launch):
@@ -146,6 +229,10 @@ FAILURES = {
         [(OPTIMIZER, HEAD + OPTIMIZER), DIRECT],
         "outside of run.retry_smaller",
     ),
+    "a state of its own on each": (
+        [(PREPARE, f'{PREPARE}    run.keep("rank", {{"is": accelerator.process_index}})\n')],
+        "the state of 'rank' differs between the processes",
+    ),
     "one process alone": (
         [
             (
@@ -167,3 +254,21 @@ def test_one_line_from_two_processes(what, tmp_path, token_cache):
     said = run.stderr.split("ChildFailedError")[0]
     assert said.count(line) == 1, run.stderr
     assert 'train_mine.py", line' not in said, run.stderr
+
+
+def test_a_reward_per_token_trains_where_the_completions_own_is_none(tmp_path):
+    """What is run through the model is decided by the field that a copy of train_grpo.py writes."""
+    old, new = "np.float32(c.advantage)", "np.array([0.0] * len(prompt) + c.ids, np.float32)"
+    source = (ROOT / "train_grpo.py").read_text()
+    assert source.count(old) == 1
+    path = tmp_path / "train_mine.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("train_mine", path)
+    copy = sys.modules["train_mine"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    completions = []
+    for ids in ([5, 0], [0, 0], [0, 7], [0, 0]):
+        completions.append(copy.Completion({"prompt_ids": [1]}, ids, [-1.0, -1.0], True, "", [0.0], True))
+    [window] = copy.make_windows(completions, copy.Args(dataset_name=["x"]), process())
+    assert [sequence["input_ids"].tolist() for sequence in window.sequences] == [[1, 5, 0], [1, 0, 7]]
+    assert window.sequences[0]["advantage"].tolist() == [0, 5, 0]

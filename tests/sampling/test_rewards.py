@@ -12,7 +12,7 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.evaluate import summarise
 import common.run.signals  # noqa: F401  its import sets what children do at signals
-from common.sampling.rewards import Reward, from_file, load_rewards, score, score_by_name
+from common.sampling.rewards import Reward, check_columns, from_file, load_rewards, score, score_by_name
 from common.sampling.rollout import rollout_metrics
 import pytest
 import torch
@@ -385,3 +385,41 @@ def test_abstentions_count_in_no_mean():
     scored = [of(reward) for reward in (1, 1, None, None)]
     found = rollout_metrics(scored, [SimpleNamespace(name="f")], 2)
     assert (found["reward"], found["rewards/f/mean"], found["frac_reward_zero_std"]) == (1, 1, 1)
+
+
+# --- columns ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("signature", "columns", "says"),
+    [
+        (
+            "prompts, completions, answer, **columns",
+            {"solution": 1, "id": 2},
+            "needs a column answer; .*--columns answer=solution",
+        ),
+        ("completions, answer, **columns", {}, "needs a column answer; the rows have none$"),
+        ("prompts, completions, answer", {"answer": 1}, "does not take completion_ids; .*\\*\\*columns"),
+        (
+            "completions, **columns",
+            {"completions": 1},
+            "have a column completions, .*--columns its_completions=completions",
+        ),
+        ("prompts, completions, extra=1, **columns", {"answer": 1}, None),
+        ("**everything", {}, None),
+    ],
+)
+def test_columns_suit_the_signature_before_anything_is_sampled(tmp_path, signature, columns, says):
+    rewards = load_rewards([user_file(tmp_path, f"def my_reward({signature}): return []")], CPU)
+    rows = [{"prompt": "q", "prompt_ids": [1], **columns}]
+    if says is None:
+        return check_columns(rewards, rows)
+    with pytest.raises(UserError, match=says):
+        check_columns(rewards, rows)
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "prompt"])
+def test_a_reward_has_no_name_of_an_evaluations_own(name, tmp_path):
+    spec = user_file(tmp_path, f"def {name}(completions, **columns): return [1.0 for _ in completions]", name)
+    with pytest.raises(UserError, match=f"--eval_reward_funcs: a function called {name}"):
+        load_rewards([spec], CPU, "--eval_reward_funcs")

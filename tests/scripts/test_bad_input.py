@@ -59,6 +59,7 @@ TABLE = [
     ("grpo", f"{ONE} rewards.py:nan", "nan"),
     ("grpo", f"{ONE} rewards.py:none --max_steps 30", "None"),
     ("grpo", f"{ONE} rewards.py:absent", "absent"),
+    ("grpo", f"{ONE} exact_number --columns solution=answer --dry_run", "--columns answer=solution"),
     ("online_dpo", "--num_generations 4", "--num_generations"),
     ("online_dpo", "--beta 0", "--beta"),
     ("online_dpo", "--per_device_train_batch_size 3", "even batches"),
