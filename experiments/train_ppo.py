@@ -65,7 +65,7 @@ class Args(CommonArgs):
     # Rewards
     reward_funcs: list[str] = arg(
         ["exact_number"],
-        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model",
+        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, package.function, reward model",
         is_path=True,
     )
     reward_weights: list[float] | None = arg(
