@@ -26,7 +26,7 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
 6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is
    multiplied by min(π_old / π_server, importance_cap).
 
-    accelerate launch -m experiments.train_dynamic_sampling                   # the embedded demo
+    python -m experiments.train_dynamic_sampling                   # the embedded demo
 
 Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
 """

@@ -9,7 +9,7 @@ Over the N trained tokens of a window (all micro-batches of all processes that m
 m_t is 1 on the tokens of the assistant, including the one that ends its turn, in every turn (--train_on). All
 sequences of a micro-batch form one row, end to end without padding, and do not attend to each other.
 
-    accelerate launch -m experiments.train_label_smoothing                    # the embedded demo, ~1 minute on a CPU
+    python -m experiments.train_label_smoothing                    # the embedded demo, ~1 minute on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
 holds, `Output` (common/model/flat_model.py) what the model returns.
@@ -128,7 +128,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next="accelerate launch train_grpo.py")
+    run.finish(try_next="python train_grpo.py")
 
 
 if __name__ == "__main__":

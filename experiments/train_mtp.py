@@ -12,7 +12,7 @@ Documents are tokenised once, each with an end-of-text token at its end, and bec
 tokens: cut from one long stream ("wrapped": a row may begin in the middle of a document), or packed whole
 ("bfd", best-fit decreasing: a document never sees its neighbours).
 
-    accelerate launch -m experiments.train_mtp                                # the embedded demo, ~2 minutes on a CPU
+    python -m experiments.train_mtp                                # the embedded demo, ~2 minutes on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
 holds, `Output` (common/model/flat_model.py) what the model returns.
@@ -230,7 +230,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next="accelerate launch train_sft.py")
+    run.finish(try_next="python train_sft.py")
 
 
 if __name__ == "__main__":

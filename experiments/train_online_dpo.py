@@ -31,7 +31,7 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
 6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is
    multiplied by min(π_old / π_server, importance_cap).
 
-    accelerate launch -m experiments.train_online_dpo                         # the embedded demo, ~1 minute on a CPU
+    python -m experiments.train_online_dpo                         # the embedded demo, ~1 minute on a CPU
 
 Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`.
 """

@@ -546,7 +546,7 @@ def main(argv: list[str] | None = None) -> None:
     if out.exists():
         raise UserError(f"{out} is there already: delete it, or name another by --out")
     translation = Translation(read(words), out.stem)
-    launcher = f"accelerate launch {translation.launch}" if translation.launch else "python"
+    launcher = f"accelerate launch -q {translation.launch}" if translation.launch else "python"
     start = f"{launcher} {translation.script} --config {out}"
     for name, text in translation.files.items():
         out.with_name(name).write_text(text, encoding="utf-8")

@@ -215,7 +215,7 @@ def test_a_command_line_is_read_as_a_config(translated):
 def test_the_words_of_a_launcher_stay(translated):
     words = "accelerate launch --config_file theirs.yaml --num_processes 4 dpo.py --beta 0.5 --dataset_name data/dpo"
     args, _, said = translated(*words.split())
-    assert "accelerate launch --config_file theirs.yaml --num_processes 4 train_dpo.py --config" in said
+    assert "accelerate launch -q --config_file theirs.yaml --num_processes 4 train_dpo.py --config" in said
     assert args.beta == 0.5
 
 
