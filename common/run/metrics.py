@@ -20,7 +20,6 @@ from common.run.folder import LINES, is_held
 from common.sampling.rewards import text_of
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
@@ -146,7 +145,7 @@ class Metrics:
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
 
-    def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
+    def log(self, step: int, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
@@ -163,11 +162,6 @@ class Metrics:
         self._watch(step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
         values = self._write(step, values)
-        if bar is not None and "loss" in values:  # not if all windows since the last line were bad
-            shown = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
-            bar.set_postfix_str(
-                f"{shown} {values[shown]:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False
-            )
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:

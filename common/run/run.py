@@ -19,7 +19,6 @@ import gc
 import os
 from pathlib import Path
 import shlex
-import sys
 from types import NoneType
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from accelerate.utils import DistributedType
 from common.args import CommonArgs, defaults
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
+from common.errors import LAST_WORDS, OutsideError, UserError, say
 from common.files import loaded_code, writing
 from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
@@ -44,6 +43,7 @@ from common.run.parts.mfu import mfu_of_run
 from common.run.parts.regression import Regression
 from common.run.parts.report import Report
 from common.run.parts.trackers import Tracker
+from common.run.progress import Progress
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import Reward, RolloutSchedule
@@ -51,7 +51,6 @@ from common.sampling.rollout import rollout_lines, rollout_metrics
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -196,17 +195,9 @@ class Run:
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.save_wanted = last, save_every, False
         self.signals = Signals(self.accelerator, self.args)
-        self.bar = tqdm(
-            desc=printable(self.name),
-            initial=self.first_step,
-            total=last,
-            disable=not is_first(),
-            mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines if the output goes to a file
-            dynamic_ncols=True,
-        )
-        with self.bar:
-            for step in range(self.first_step, last + 1):  # not the bar's count, which lags behind
-                self.bar.update(step - self.bar.n)
+        progress = self.parts["progress"] = Progress(self.name, self.first_step, last)
+        with progress.bar:
+            for step in range(self.first_step, last + 1):
                 self.step = step
                 self._each("on_step", step)
                 if self.regression and self._due(step, self.regression.every, self.resumed_at, last):
@@ -310,7 +301,7 @@ class Run:
         `values`."""
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
-            self.metrics.log(step, self.bar, **values)
+            self.metrics.log(step, **values)
 
     def log_rollout(
         self,

@@ -36,7 +36,11 @@ NUMBER = re.compile(
 )
 OWED = re.compile(r"(?<![^\W_]|[)])-\\?[$€£¥₹] ?")  # -$5
 GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3}(?!\d))")  # 1{,}000 in TeX
-OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")  # as TRL's own script names them
+OF_TRL = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+)  # as TRL's own script names them
 DOTTED = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)+")
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
 FORMULA = re.compile(
