@@ -182,7 +182,7 @@ class Metrics:
             return
         values = self._write(step, values)
         self.first_eval = values | self.first_eval
-        shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
+        shown = "  ".join(f"{name.removeprefix('eval_')} {short(value)}" for name, value in values.items())
         say(f"[step {step}] eval: {shown}")
         for sample in samples[:show]:
             say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
@@ -241,6 +241,11 @@ class Metrics:
         self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
         self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
         return values
+
+
+def short(value: float) -> str:
+    """For the console: four digits; what only rounding keeps from 0, as the first rewards of DPO, is 0."""
+    return "0" if abs(value) < 1e-6 else f"{value:.4g}"
 
 
 def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:

@@ -32,9 +32,16 @@ from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
 from common.run.checkpoint import check_modules, export, load_extra, load_kept, prune, resume, save_checkpoint
 from common.run.describe import describe
-from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder
+from common.run.folder import (
+    begin,
+    checkpoint_at,
+    read_json,
+    refuse_changes,
+    refuse_deleted_folder,
+    remove_if_unused,
+)
 from common.run.launch import NEVER_FREED, start
-from common.run.metrics import Metrics, machine
+from common.run.metrics import Metrics, machine, short
 from common.run.nonfinite import NonFinite
 from common.run.parts.alerts import Alerts
 from common.run.parts.best import Best
@@ -222,6 +229,7 @@ class Run:
             else:
                 self._each("on_event", "died", self.step, text)
             self._each("close")
+            remove_if_unused(Path(self.args.output_dir))
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -346,12 +354,12 @@ class Run:
             for name, value in metrics.first_eval.items()
             if name in metrics.last
         ]
-        shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
+        shown = ", ".join(f"{name} {short(before)} -> {short(after)}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
-            say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
+            say(f"    {name.removeprefix('eval_'):28} {short(before):>10} -> {short(after)}")
         say(f"\nsaved in {args.output_dir}; report.html there shows the run")
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:
