@@ -11,8 +11,8 @@ off. The second term (RPO, 2404.19733) is off by default. --loss_type selects va
 and orpo need no π_ref); several are summed with --loss_weights (MPO, 2411.10442: sigmoid 0.8, bco_pair 0.2,
 --sft_weight 1). Both answers of a pair are in the same row, after their prompt, which is stored once.
 
-    accelerate launch train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
-    accelerate launch train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
+    python train_dpo.py                                            # the embedded demo, ~1 minute on a CPU
+    python train_dpo.py --model_name_or_path outputs/sft --dataset_name pairs.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_dpo.py --config my_run.yaml
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
@@ -191,7 +191,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"accelerate launch train_grpo.py --model_name_or_path {args.output_dir}")
+    run.finish(try_next=f"python train_grpo.py --model_name_or_path {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
 6. If vLLM servers sample (--rollout_server), their π differs a little from π_old: the clipped part is
    multiplied by min(π_old / π_server, importance_cap).
 
-    accelerate launch train_grpo.py                                           # the embedded demo, ~1 minute on a CPU
-    accelerate launch train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
+    python train_grpo.py                                           # the embedded demo, ~1 minute on a CPU
+    python train_grpo.py --model_name_or_path outputs/sft --dataset_name prompts.jsonl --reward_funcs my.py:reward
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_grpo.py --config my_run.yaml
 
 Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
@@ -67,7 +67,7 @@ class Args(CommonArgs):
     # Rewards
     reward_funcs: list[str] = arg(
         ["exact_number"],
-        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model",
+        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, package.function, reward model",
         is_path=True,
     )
     reward_weights: list[float] | None = arg(

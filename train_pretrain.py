@@ -8,8 +8,8 @@ Documents are tokenised once, each with an end-of-text token at its end, and bec
 tokens: cut from one long stream ("wrapped": a row may begin in the middle of a document), or packed whole
 ("bfd", best-fit decreasing: a document never sees its neighbours).
 
-    accelerate launch train_pretrain.py                                       # the embedded demo, ~2 minutes on a CPU
-    accelerate launch train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
+    python train_pretrain.py                                       # the embedded demo, ~2 minutes on a CPU
+    python train_pretrain.py --dataset_name corpus.txt --tokenizer_name gpt2 --hidden_size 768 --num_layers 12
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_pretrain.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
@@ -210,7 +210,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next="accelerate launch train_sft.py")
+    run.finish(try_next="python train_sft.py")
 
 
 if __name__ == "__main__":

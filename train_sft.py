@@ -9,8 +9,8 @@ sequences of a micro-batch form one row, end to end, and do not attend to each o
 each token's term is multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629):
 improbable tokens count least, not most.
 
-    accelerate launch train_sft.py                                            # the embedded demo, ~1 minute on a CPU
-    accelerate launch train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats.jsonl
+    python train_sft.py                                            # the embedded demo, ~1 minute on a CPU
+    python train_sft.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats.jsonl
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
@@ -127,7 +127,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next="accelerate launch train_grpo.py")
+    run.finish(try_next="python train_grpo.py")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/demo.py --seeds 0 1 2
 
-Runs each stage as a user does (`accelerate launch train_*.py`), from that seed's own previous stage, scored
+Runs each stage as a user does (`python train_*.py`), from that seed's own previous stage, scored
 on the test prompts (which no default looks at), writes benchmarks/demo.json and prints the table.
 """
 

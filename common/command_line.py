@@ -14,11 +14,12 @@ from pathlib import Path
 import re
 import sys
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, declared, defaults, first_definition, is_within
 from common.errors import UserError, last_words, quoted, say, show_and_exit
 from common.memory import is_oom
+from common.other_names import said_here, value_here
 import yaml
 
 Args = TypeVar("Args", bound=CommonArgs)
@@ -26,38 +27,45 @@ Values = dict[str, Any]  # by the names of arguments
 types_of = functools.cache(get_type_hints)
 
 PREFIX = "PLAINLOOP_"
-OTHER_NAMES = Path(__file__).with_name("other_names.yaml")  # {what to write here: the flags of other tools}
 # said by gloo and NCCL
 GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
-# What users of transformers and TRL write for a choice: what it is called here.
-SAME = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "paged_adamw_8bit": "adamw_8bit"}
-SAME |= {"constant_with_warmup": "constant", "True": "group", "False": "none"}  # --scale_rewards False
+
+
+class Mistake(NamedTuple):
+    """A setting that cannot be used, or what a value becomes that cannot be converted."""
+
+    what: str  # the flag, key or variable
+    why: str  # with what to do instead
+    origin: str = ""  # the file or variable that it is in
 
 
 def parse_args(
     args_class: type[Args], demo: str, default_model: str | None = None, argv: list[str] | None = None
 ) -> Args:
-    """The arguments of a run. Raises UserError for an unknown flag, key or variable, or a value of the wrong
-    type.
+    """The arguments of a run. Raises UserError for unknown flags, keys or variables, and values of the wrong
+    type: all of them at once.
 
     A variable is PLAINLOOP_ plus the name of a flag; PLAINLOOP_CONFIG is a --config. demo: the YAML file of
     the built-in demo. It applies, with a message, if neither a model nor a dataset is named, with the lowest
     priority. If only a model is named, only its dataset applies. default_model: the output folder of the
     previous stage, the default of --model_name_or_path; None: a new model.
     """
-    flags = _parse(sys.argv[1:] if argv is None else argv, args_class)
+    flags, mistakes = _parse(sys.argv[1:] if argv is None else argv, args_class)
     config = flags.pop("config", None) or os.environ.get(f"{PREFIX}CONFIG")
-    given = _environment(args_class)
+    given, wrong_variables = _environment(args_class)
+    in_file, wrong_keys = _file(config, args_class) if config else ({}, [])
+    _refuse(mistakes + wrong_keys + wrong_variables, config if wrong_keys else None)
     if given:
         say(f"settings from the environment: {', '.join(PREFIX + name.upper() for name in given)}")
-    given = given | (_file(config, args_class) if config else {}) | flags
+    given = given | in_file | flags
     demonstrated: Values = {}
     if given.get("dataset_name") is None:
         if not Path(demo).exists():
             raise UserError(
                 f"no --dataset_name, and the demo, {demo}, is not here: name one, or start where it lies"
             )
-        demonstrated = _file(demo, args_class)
+        demonstrated, mistakes = _file(demo, args_class)
+        _refuse(mistakes, demo)
         if given.get("model_name_or_path") is None:
             say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
             demonstrated = {
@@ -130,21 +138,23 @@ def _last_stage(output_dir: str) -> str:
 # --- where values come from ---------------------------------------------------------------------------------
 
 
-def _environment(args_class: type[CommonArgs]) -> Values:
-    """What variables set. An empty one counts as not set, as is usual in containers; several values have
-    spaces between."""
+def _environment(args_class: type[CommonArgs]) -> tuple[Values, list[Mistake]]:
+    """What variables set, and their mistakes. An empty one counts as not set, as is usual in containers;
+    several values have spaces between."""
     found: Values = {}
+    mistakes: list[Mistake] = []
     for variable, value in sorted(os.environ.items()):
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and value and name != "config":
-            found |= _checked(
-                {name: value.split() if _kind(args_class, name)[1] else value}, variable, args_class
-            )
-    return found
+            several = kind_of(args_class, name)[1]
+            read, wrong = checked({name: value.split() if several else value}, args_class, variable)
+            found |= read
+            mistakes += wrong
+    return found, mistakes
 
 
-def _file(path: str, args_class: type[CommonArgs]) -> Values:
-    """The values of a YAML file."""
+def _file(path: str, args_class: type[CommonArgs]) -> tuple[Values, list[Mistake]]:
+    """The values of a YAML file, and its mistakes."""
     origin = f"--config {path}"
     try:
         values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -154,28 +164,51 @@ def _file(path: str, args_class: type[CommonArgs]) -> Values:
         raise UserError(f"{origin}: {error}") from None
     if not isinstance(values, dict) or "config" in values:
         raise UserError(f"{origin}: expected `name: value` lines with the names of flags, without config")
-    return _checked(values, origin, args_class)
+    return checked(values, args_class, origin)
 
 
-def _checked(values: dict[Any, Any], origin: str, args_class: type[CommonArgs]) -> Values:
-    """Values of a file or a variable, converted and checked as on the command line."""
+def checked(
+    values: dict[Any, Any], args_class: type[CommonArgs], origin: str
+) -> tuple[Values, list[Mistake]]:
+    """Values of a file or a variable, converted and checked as on the command line, and what cannot be used.
+    origin: where they are from, for messages."""
 
     def word(value: Any) -> str:
         return json.dumps(value, default=str) if isinstance(value, dict) else str(value)
 
-    words = []
+    words, mistakes = [], []
     for name, value in values.items():
-        kind, several = _kind(args_class, name)
+        kind, several = kind_of(args_class, name)
+        if isinstance(value, list) and len(value) == 1 and kind and not several:
+            value = value[0]
         if isinstance(value, list) and several:
             words += [f"--{name}", *map(word, value)]
         elif kind and not several and isinstance(value, (list, dict, bool) if kind is str else (list, dict)):
-            raise UserError(f"{origin}: {name} takes one value, in quotes if it is on, off, yes or no")
+            mistakes.append(Mistake(name, "takes one value, in quotes if it is on, off, yes or no"))
         elif value is not None:
             words.append(f"--{name}={word(value)}")
     try:
-        return _parse(words, args_class)
+        found, wrong = _parse(words, args_class)
     except UserError as error:
         raise UserError(f"{origin}: {error}") from None
+    return found, [mistake._replace(origin=f"{origin}: ") for mistake in mistakes + wrong]
+
+
+def _refuse(mistakes: list[Mistake], config: str | None) -> None:
+    """Raise UserError if there are mistakes: one in a line, several in a table. config: the file that holds
+    some of them."""
+    if not mistakes:
+        return
+    if len(mistakes) == 1:
+        what, why, origin = mistakes[0]
+        raise UserError(f"{origin}{what}: {why}")
+    how = f"python -m tools.translate {config}" if config else "python -m tools.translate before these words"
+    message = f"{len(mistakes)} settings cannot be used; if they are another trainer's: {how}"
+    origins = {mistake.origin for mistake in mistakes}
+    if len(origins) == 1:
+        message = origins.pop() + message
+        raise UserError(message, [(what, why) for what, why, _ in mistakes])
+    raise UserError(message, [(origin + what, why) for what, why, origin in mistakes])
 
 
 def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
@@ -205,8 +238,9 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (--help lists the flags)")
 
 
-def _parse(words: list[str], args_class: type[CommonArgs]) -> Values:
-    """The values that words like ["--seed", "1"] give, each checked by itself; --config is among them."""
+def _parse(words: list[str], args_class: type[CommonArgs]) -> tuple[Values, list[Mistake]]:
+    """The values that words like ["--seed", "1"] give, each checked by itself, --config among them; and what
+    cannot be used."""
     usage = "%(prog)s [--config FILE] [--flag value ...]"
     parser = _Parser(allow_abbrev=False, usage=usage, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of these arguments")
@@ -219,34 +253,62 @@ def _parse(words: list[str], args_class: type[CommonArgs]) -> Values:
         text = args_class.__dataclass_fields__[name].metadata.get("help", "")
         text += "" if default is None else f" (default: {default})"
         group.add_argument(f"--{name}", help=text.replace("%", "%%"), **_options(args_class, name))
-    parsed, unknown = parser.parse_known_args(words)
-    if unknown:
-        raise UserError(_unknown(unknown[0], args_class))
-    for name, value in vars(parsed).items():
+    parsed, rest = parser.parse_known_args(words)
+    values = vars(parsed)
+    mistakes = []
+    for name, value in values.items():
+        within = declared(args_class, name)["within"] if name != "config" else None
         for part in value if isinstance(value, list) else [value]:
-            if type(part) in (int, float):
-                within = declared(args_class, name)["within"] or "(-inf, inf)"
-                if not is_within(part, within):
-                    raise UserError(f"--{name} {part} is out of range, which is {within}")
-    return vars(parsed)
+            if isinstance(part, Mistake):
+                mistakes.append(part)
+            elif type(part) in (int, float) and not is_within(part, within or "(-inf, inf)"):
+                mistakes.append(Mistake(f"--{name} {part}", f"out of range, which is {within}"))
+    flags = [word for word in rest if word.startswith("--")]  # the others are their values
+    mistakes += [_unknown(word, args_class) for word in flags or rest[:1]]
+    return values, mistakes
 
 
 def _options(args_class: type[CommonArgs], name: str) -> dict[str, Any]:
     """How argparse converts an argument."""
-    kind, several = _kind(args_class, name)
-    options: dict[str, Any] = {"nargs": "+"} if several else {}
+    kind, several = kind_of(args_class, name)
+    options: dict[str, Any] = {"type": functools.partial(_converted, name, kind)}
+    if several:
+        options["nargs"] = "+"
     if get_origin(kind) is Literal:
-        choices = get_args(kind)
-        same = {word: here for word, here in SAME.items() if here in choices}
-        return options | {"choices": choices, "type": lambda word: type(choices[0])(same.get(word, word))}
-    if kind is bool:
-        return {"nargs": "?", "const": True, "metavar": "true/false", "type": _true_or_false} | options
-    if kind not in (str, int, float):
+        options["metavar"] = "{" + ",".join(map(str, get_args(kind))) + "}"
+    elif kind is bool:
+        options = {"nargs": "?", "const": True, "metavar": "true/false"} | options
+    elif kind in (str, int, float):
+        options["metavar"] = kind.__name__.upper()
+    else:
         raise TypeError(f"{args_class.__name__}.{name}: {kind} is none of the types in common/args.py")
-    return options | {"metavar": kind.__name__.upper(), "type": kind}
+    return options
 
 
-def _kind(args_class: type[CommonArgs], name: str) -> tuple[Any, bool]:
+def _converted(name: str, kind: Any, word: str) -> Any:
+    """A word as a value of the argument's type; a Mistake if it is none, also by the names of other
+    trainers."""
+    if get_origin(kind) is Literal:
+        expected = f"expected {', '.join(map(str, get_args(kind)))}"
+        value = next((choice for choice in get_args(kind) if str(choice) == word), None)
+    elif kind is bool:
+        expected = "expected true or false"
+        value = _true_or_false(word)
+    else:
+        expected = {int: "expected a whole number", float: "expected a number"}.get(kind)
+        try:
+            return kind(word)
+        except ValueError:
+            value = None
+    if value is not None:
+        return value
+    here = value_here(name, word)
+    if isinstance(here, dict) and name in here:
+        return here[name]
+    return Mistake(f"--{name} {word[:60]}", here if isinstance(here, str) else expected)
+
+
+def kind_of(args_class: type[CommonArgs], name: str) -> tuple[Any, bool]:
     """X of an argument of type X or list[X], and whether it is a list; with or without | None. None if there
     is no such."""
     kind = types_of(args_class).get(name)
@@ -255,22 +317,21 @@ def _kind(args_class: type[CommonArgs], name: str) -> tuple[Any, bool]:
     return (get_args(kind)[0], True) if get_origin(kind) is list else (kind, False)
 
 
-def _true_or_false(word: str) -> bool:
+def _true_or_false(word: str) -> bool | None:
     if word.lower() in ("true", "yes", "y", "t", "1"):
         return True
     if word.lower() in ("false", "no", "n", "f", "0"):
         return False
-    raise argparse.ArgumentTypeError(f"true or false, not {word}")
+    return None
 
 
-def _unknown(word: str, args_class: type[CommonArgs]) -> str:
+def _unknown(word: str, args_class: type[CommonArgs]) -> Mistake:
     word = re.sub(r"(https?://).*", r"\1...", word.split("=")[0])  # the rest may be a secret
-    name = word.removeprefix("--")
+    what, name = f"unknown flag {word}", word.removeprefix("--")
     known = defaults(args_class)
     if name.removeprefix("no_") in known:
-        return f"unknown flag {word}: write --{name.removeprefix('no_')} false"
-    for here, names in yaml.safe_load(OTHER_NAMES.read_text(encoding="utf-8")).items():
-        if name in names.split():
-            return f"unknown flag {word}; here: {here}"
+        return Mistake(what, f"write --{name.removeprefix('no_')} false")
+    if here := said_here(name):
+        return Mistake(what, f"here {here}")
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    return f"unknown flag {word}: " + (f"did you mean --{near[0]}?" if near else "see --help")
+    return Mistake(what, f"did you mean --{near[0]}?" if near else "see --help")

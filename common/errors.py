@@ -1,6 +1,6 @@
 """Messages to the user: progress lines, and the one exception for the user's mistakes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import contextlib
 import os
 import re
@@ -20,10 +20,15 @@ SECRETS: list[str] = []  # must not appear in any message, whoever wrote it, suc
 
 
 class UserError(Exception):
-    """Bad input. The message is one line: what is wrong, where, what was expected, how to mend it."""
+    """Bad input. The message is one line: what is wrong, where, what was expected, how to mend it. Several
+    mistakes are a table below it, each with what to do."""
 
-    def __init__(self, message: str):
-        super().__init__(" ".join(message.split()))  # quoted exceptions of libraries often have many lines
+    def __init__(self, message: str, table: Sequence[tuple[str, str]] = ()):
+        lines = [" ".join(message.split())]  # quoted exceptions of libraries often have many lines
+        width = max((len(what) for what, _ in table), default=0)
+        for what, to_do in table:
+            lines.append(f"    {what:{width}}  {' '.join(to_do.split())}")
+        super().__init__("\n".join(lines))
 
 
 class OutsideError(UserError):

@@ -14,8 +14,8 @@ micro-batches of all processes):
 4. The teacher uses the student's tokens. Tokens that only one vocabulary is padded with are left out; the
    teacher reads a substitute for a token that it lacks.
 
-    accelerate launch -m experiments.train_distill                            # the embedded demo, after train_grpo.py
-    accelerate launch -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
+    python -m experiments.train_distill                            # the embedded demo, after train_grpo.py
+    python -m experiments.train_distill --model_name_or_path outputs/sft --teacher_model_name_or_path outputs/grpo
 
 Shapes: T tokens of the row, N of them targets, n of these in a chunk, V tokens of the vocabulary.
 """

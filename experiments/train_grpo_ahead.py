@@ -28,8 +28,8 @@ arXiv 2402.03300). Over the tokens t of the completions i of a window (all micro
 6. If the sampler differs from π_old (--rollout_server, --rollout_ahead), the clipped part is multiplied by
    min(π_old / π_sampler, importance_cap), or completions with too large a difference are left out.
 
-    accelerate launch -m experiments.train_grpo_ahead --rollout_ahead 1                # the embedded demo
-    accelerate launch -m experiments.train_grpo_ahead --model_name_or_path outputs/sft --dataset_name prompts.jsonl \
+    python -m experiments.train_grpo_ahead --rollout_ahead 1                # the embedded demo
+    python -m experiments.train_grpo_ahead --model_name_or_path outputs/sft --dataset_name prompts.jsonl \
         --reward_funcs my.py:reward --rollout_server http://127.0.0.1:8000 --rollout_ahead 1
 
 Shapes: C completions of a rollout, G of each prompt, F reward functions; T tokens of a row, as in `Output`,
@@ -74,7 +74,7 @@ class Args(CommonArgs):
     # Rewards
     reward_funcs: list[str] = arg(
         ["exact_number"],
-        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model",
+        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, package.function, reward model",
         is_path=True,
     )
     reward_weights: list[float] | None = arg(

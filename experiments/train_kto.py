@@ -9,8 +9,8 @@ log π(answer) is a sum over its tokens, the end of the turn included; the promp
 off. KL is the mean of log π/π_ref over the window's mismatched pairs (each prompt with the next row's
 answer), at least 0, without gradient. --loss_type apo_zero_unpaired omits it.
 
-    accelerate launch -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
-    accelerate launch -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
+    python -m experiments.train_kto                                # the embedded demo, ~1 minute on a CPU
+    python -m experiments.train_kto --model_name_or_path outputs/sft --dataset_name labelled.jsonl
 
 Shapes: T tokens of the row, S sequences in it, a prompt with its answer each; label (S,), 1: a good answer.
 `flat_batch` (common/collators.py) says what a batch holds (neighbours share a prompt: `split_row`), `Output`
@@ -201,7 +201,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"accelerate launch train_grpo.py --model_name_or_path {args.output_dir}")
+    run.finish(try_next=f"python train_grpo.py --model_name_or_path {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ window (all micro-batches of all processes), N of them:
 5. One rollout gives steps_per_generation windows (minibatches), each used num_iterations times (epochs).
    Values and advantages stay as they were when it was sampled; each minibatch is whitened separately.
 
-    accelerate launch -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
-    accelerate launch -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
+    python -m experiments.train_ppo                                # the embedded demo, ~2 minutes on a CPU
+    python -m experiments.train_ppo --model_name_or_path outputs/sft --dataset_name prompts.jsonl
 
 Shapes: T tokens of the row, C completions of a rollout, F reward functions.
 """
@@ -65,7 +65,7 @@ class Args(CommonArgs):
     # Rewards
     reward_funcs: list[str] = arg(
         ["exact_number"],
-        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, reward model",
+        help="exact_number[:MARK], regex:PATTERN, length:N, file.py:function, package.function, reward model",
         is_path=True,
     )
     reward_weights: list[float] | None = arg(

@@ -10,8 +10,8 @@ linear head on the state of the last token. Dropout is off. The result is an
 AutoModelForSequenceClassification in output_dir/classifier. Both answers of a pair are in the same row, after
 their prompt, which is stored once.
 
-    accelerate launch -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
-    accelerate launch train_grpo.py --reward_funcs outputs/reward/classifier  # and then
+    python -m experiments.train_reward                             # the embedded demo, ~1 minute on a CPU
+    python train_grpo.py --reward_funcs outputs/reward/classifier  # and then
 
 Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejected, chosen, rejected, ...
 `flat_batch` (common/collators.py) says what a batch holds (neighbours share a prompt: `split_row`), `Output`
@@ -173,7 +173,7 @@ def main(args: Args) -> None:
 
     classifier = f"{args.output_dir}/classifier"
     run.finish(
-        try_next=f"accelerate launch train_grpo.py --reward_funcs {classifier}",
+        try_next=f"python train_grpo.py --reward_funcs {classifier}",
         also=lambda: save_classifier(args.output_dir, "score", classifier),
     )
 

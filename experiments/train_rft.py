@@ -12,7 +12,7 @@ sequences of a micro-batch form one row, end to end, and do not attend to each o
 each token's term is multiplied by p(token_t), taken as a constant (Wu et al. 2025, arXiv 2508.05629):
 improbable tokens count least, not most.
 
-    accelerate launch -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
+    python -m experiments.train_rft                                # the embedded demo, ~1 minute on a CPU
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
 holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
@@ -217,7 +217,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next="accelerate launch train_grpo.py")
+    run.finish(try_next="python train_grpo.py")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ micro-batches of all processes):
 4. The paper's teacher is an average of the weights; here, with LoRA too, it is a second copy of those at the
    start.
 
-    accelerate launch -m experiments.train_self_distill                       # the embedded demo, see experiments/README.md
+    python -m experiments.train_self_distill                       # the embedded demo, see experiments/README.md
 
 Shapes: T tokens of the row, N of them targets, n of these in a chunk, V tokens of the vocabulary.
 """

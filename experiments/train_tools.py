@@ -33,9 +33,9 @@ completions i of a window:
 10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions
     of a prompt.
 
-    accelerate launch train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
-    accelerate launch -m experiments.train_tools                                # the demo: uses it, ~1 minute on a CPU
-    accelerate launch -m experiments.train_tools --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl \
+    python train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
+    python -m experiments.train_tools                                # the demo: uses it, ~1 minute on a CPU
+    python -m experiments.train_tools --model_name_or_path Qwen/Qwen3-0.6B --dataset_name prompts.jsonl \
         --environment_factory my.py:MyEnvironment --max_completion_length 1024
 
 Shapes: T tokens of the row, P prompts of a rollout, G completions of each, C = P·G, F reward functions.

@@ -163,9 +163,52 @@ def test_what_a_flag_needs_is_a_flag(script):
     assert len(needs) > 5 and {need.removeprefix("no ").split("=")[0] for need in needs} <= names
 
 
-def test_values_of_other_tools_are_accepted():
-    assert parse("--scale_rewards", "False", script="train_grpo").scale_rewards == "none"
-    assert parse("--optim", "adamw_torch_fused").optim == "adamw"
+@pytest.mark.parametrize(
+    ("words", "script", "value"),
+    [
+        ("--scale_rewards False", "train_grpo", "none"),
+        ("--scale_rewards false", "train_grpo", "none"),
+        ("--optim adamw_torch_fused", "train_sft", "adamw"),
+        ("--optim adamw_bnb_8bit", "train_sft", "adamw_8bit"),
+        ("--lr_scheduler_type cosine_with_min_lr", "train_sft", "cosine"),
+        ("--lr_scheduler_type warmup_stable_decay", "train_sft", "wsd"),
+        ("--packing bfd", "train_sft", True),
+        ("--gradient_checkpointing unsloth", "train_sft", True),
+        ("--loss_type chunked_nll", "train_sft", "nll"),
+    ],
+)
+def test_values_of_other_trainers_are_accepted(words, script, value):
+    name, word = words.removeprefix("--").split()
+    assert getattr(parse(f"--{name}", word, script=script), name) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--eval_steps 0.1", "share"),
+        ("--optim adafactor", "muon"),
+        ("--lr_scheduler_type inverse_sqrt", "wsd"),
+        ("--lr_scheduler_kwargs {}", "--min_lr_ratio"),
+        ("--eos_token x", "chat template"),
+        ("--eval_accumulation_steps 2", "without a setting"),
+        ("--optim_target_modules x", "not offered"),
+        ("--bf16", "single_gpu.yaml"),
+    ],
+)
+def test_other_settings_of_other_trainers_are_told_what_to_do(words, named):
+    assert named in refused(parse, *words.split())
+
+
+def test_all_mistakes_are_told_at_once(monkeypatch, tmp_path):
+    (tmp_path / "run.yaml").write_text("cutoff_len: 5\nmax_steps: 1.5\nseed: 1\n")
+    monkeypatch.setenv("PLAINLOOP_LR", "1")
+    with pytest.raises(UserError) as error:
+        parse("--bf16", "True", "--seed", "-1", "--what", "--config", str(tmp_path / "run.yaml"))
+    head, *rows = str(error.value).splitlines()
+    assert "6 settings" in head and f"tools.translate {tmp_path}" in head
+    wanted = ["--seed -1", "--bf16", "--what", "--max_steps 1.5", "--cutoff_len", "PLAINLOOP_LR"]
+    assert len(rows) == 6 and all(name in row for name, row in zip(wanted, rows, strict=True))
+    assert "--max_length" in rows[4] and "--learning_rate" in rows[5]
 
 
 def test_arguments_are_found_where_annotations_are_made_late(monkeypatch):

@@ -26,7 +26,7 @@ MODULES = sorted(COMMON.rglob("*.py"))
 SHARED = {field.name for field in dataclasses.fields(CommonArgs)}
 # From the ground up: a module imports what stands below it, and modules of its own wing.
 FLOORS = [
-    {"errors", "losses"},
+    {"errors", "losses", "other_names"},
     {"files", "memory", "processes"},
     {"args"},
     {"command_line"},

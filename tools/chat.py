@@ -19,10 +19,14 @@ at the address that is printed (needs gradio).
 import argparse
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
+import re
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
+import unicodedata
 
 from common.data.chat import set_defaults
 from common.data.tokens import tokenize_prompt
@@ -94,10 +98,12 @@ class Chat:
 
         written: list[str] = []
 
+        lines = Lines()
+
         class Screen(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
                 written.append(text)
-                print(printable(text), end="\n" if stream_end else "", flush=True)
+                print(lines.add(printable(text)), end="\n" if stream_end else "", flush=True)
 
         inputs = self.tokens(messages)
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
@@ -172,6 +178,34 @@ class Chat:
             print(f"saved to {printable(rest)}")
         else:
             raise UserError(f"{name}: one of {', '.join(COMMANDS)}")
+
+
+class Lines:
+    """Text that arrives in parts, broken between words where a terminal would break within one."""
+
+    def __init__(self) -> None:
+        self.width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+        self.column = 0
+
+    def add(self, text: str) -> str:
+        """The text, whose words are whole, with line breaks."""
+        broken = ""
+        for part in re.findall(
+            r"\n|[^\S\n]+|[\u2e80-\uffef]|[^\s\u2e80-\uffef]+", text
+        ):  # Chinese breaks anywhere
+            columns = sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in part)
+            if part == "\n":
+                self.column = 0
+            elif self.column + columns <= self.width:
+                self.column += columns
+            elif part.isspace():
+                self.column = self.width  # the line ends here
+                continue
+            else:
+                broken += "\n" if self.column else ""
+                self.column = columns
+            broken += part
+        return broken
 
 
 def serve(chat: Chat) -> None:

@@ -148,7 +148,9 @@ def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, swi
     for answer in answers(messages, left_out, tokenizer, tools, [switches]):
         this = _write(answer, None, tokenizer)
         if ids[: len(this.ids)] != this.ids:  # rewritten, or with a token that spans its start
-            raise BadRow("an answer that is not trained is other tokens in the whole chat: --train_on all_turns")
+            raise BadRow(
+                "an answer that is not trained is other tokens in the whole chat: --train_on all_turns"
+            )
         mask[this.mask.index(1) : len(this.mask)] = 0
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
 

@@ -44,7 +44,8 @@ def describe(
     )
     if accelerator.device.type == "cuda" and accelerator.mixed_precision == "no" and args.dtype == "float32":
         say(
-            "precision: float32 on a GPU is several times slower than bf16: accelerate launch --mixed_precision bf16"
+            "precision: float32 on a GPU is several times slower than bf16: "
+            "accelerate launch -q --config_file accelerate_configs/single_gpu.yaml"
         )
     largest = plan.pop("largest_micro_batch")
     facts = {

@@ -153,12 +153,22 @@ def lock(folder: Path) -> None:
     except (ImportError, OSError) as error:
         if getattr(error, "errno", None) not in (errno.EACCES, errno.EAGAIN):
             return say(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
+        _LOCKS.pop(path)  # it is another's
         raise UserError(
             f"{folder} is in use by {path.read_text()}: stop it, or choose another --output_dir"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
+
+
+def remove_if_unused(folder: Path) -> None:
+    """Remove a folder in which this process has made nothing but its lock: of a run that failed at its start."""
+    path = folder.resolve() / ".lock"
+    with contextlib.suppress(OSError):
+        if path in _LOCKS and os.listdir(path.parent) == [path.name]:
+            path.unlink()
+            path.parent.rmdir()
 
 
 def is_held(folder: Path) -> bool:

@@ -21,7 +21,6 @@ from common.run.folder import LINES, is_held
 from common.sampling.rewards import text_of
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 # Names of a line's own values, which a script's metric would be taken for.
 OWN = {"step", "seconds", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
@@ -157,7 +156,7 @@ class Metrics:
                 with writing(self.output_dir):
                     replace_text(path, "".join(line + "\n" for line in kept))
 
-    def log(self, step: int, bar: tqdm | None = None, **now: float | Tensor | None) -> None:
+    def log(self, step: int, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
         values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
         seconds = time.perf_counter() - self.clock
@@ -174,11 +173,6 @@ class Metrics:
         self._watch(step, values)
         self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
         values = self._write(step, values)
-        if bar is not None and "loss" in values:  # not if all windows since the last line were bad
-            shown = next(name for name in ("reward", "rewards/margins", "loss") if name in values)
-            bar.set_postfix_str(
-                f"{shown} {values[shown]:.4f}, {values['tokens_per_second']:,.0f} tok/s", refresh=False
-            )
         self.tell("on_log", step, values)
 
     def _watch(self, step: int, values: dict[str, float]) -> None:
@@ -206,7 +200,7 @@ class Metrics:
             return
         values = self._write(step, values)
         self.first_eval = values | self.first_eval
-        shown = "  ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in values.items())
+        shown = "  ".join(f"{name.removeprefix('eval_')} {short(value)}" for name, value in values.items())
         say(f"[step {step}] eval: {shown}")
         for sample in samples[:show]:
             say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
@@ -265,6 +259,11 @@ class Metrics:
         self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
         self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
         return values
+
+
+def short(value: float) -> str:
+    """For the console: four digits; what only rounding keeps from 0, as the first rewards of DPO, is 0."""
+    return "0" if abs(value) < 1e-6 else f"{value:.4g}"
 
 
 def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:

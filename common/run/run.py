@@ -19,14 +19,13 @@ import gc
 import os
 from pathlib import Path
 import shlex
-import sys
 from typing import Any, TypeVar
 
 from accelerate.utils import DistributedType
 from common.args import CommonArgs, defaults
 from common.collators import Window, Windows
 from common.data.types import Tokenizer
-from common.errors import LAST_WORDS, OutsideError, UserError, is_first, printable, say
+from common.errors import LAST_WORDS, OutsideError, UserError, say
 from common.files import loaded_code, writing
 from common.model import FlatModel
 from common.model.save import base_dtype, final_dtype
@@ -41,9 +40,16 @@ from common.run.checkpoint import (
     save_checkpoint,
 )
 from common.run.describe import describe
-from common.run.folder import begin, checkpoint_at, read_json, refuse_changes, refuse_deleted_folder
+from common.run.folder import (
+    begin,
+    checkpoint_at,
+    read_json,
+    refuse_changes,
+    refuse_deleted_folder,
+    remove_if_unused,
+)
 from common.run.launch import NEVER_FREED, start
-from common.run.metrics import Metrics, commit_of, machine
+from common.run.metrics import Metrics, commit_of, machine, short
 from common.run.nonfinite import NonFinite
 from common.run.parts.alerts import Alerts
 from common.run.parts.best import Best
@@ -52,13 +58,13 @@ from common.run.parts.mfu import mfu_of_run
 from common.run.parts.regression import Regression
 from common.run.parts.report import Report
 from common.run.parts.trackers import Tracker
+from common.run.progress import Progress
 from common.run.retry import Gradients, Retry
 from common.run.signals import Signals
 from common.sampling import Reward, RolloutSchedule
 from common.sampling.rollout import rollout_lines, rollout_metrics
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 T = TypeVar("T")
 
@@ -198,17 +204,9 @@ class Run:
         gc.set_threshold(700, 10, 10)
         self.last_step, self.save_every, self.save_wanted = last, save_every, False
         self.signals = Signals(self.accelerator, self.args)
-        self.bar = tqdm(
-            desc=printable(self.name),
-            initial=self.first_step,
-            total=last,
-            disable=not is_first(),
-            mininterval=0.5 if sys.stderr.isatty() else 20,  # few lines if the output goes to a file
-            dynamic_ncols=True,
-        )
-        with self.bar:
-            for step in range(self.first_step, last + 1):  # not the bar's count, which lags behind
-                self.bar.update(step - self.bar.n)
+        progress = self.parts["progress"] = Progress(self.name, self.first_step, last)
+        with progress.bar:
+            for step in range(self.first_step, last + 1):
                 self.step = step
                 self._each("on_step", step)
                 if self.regression and self._due(step, self.regression.every, self.resumed_at, last):
@@ -233,6 +231,7 @@ class Run:
             else:
                 self._each("on_event", "died", self.step, text)
             self._each("close")
+            remove_if_unused(Path(self.args.output_dir))
 
     def eval_due(self, step: int) -> bool:
         """Every eval_steps, and before the first and after the last update."""
@@ -312,7 +311,7 @@ class Run:
         `values`."""
         self.metrics.close_window(window.num_tokens)
         if self._due(step, self.args.logging_steps, self.resumed_at, self.last_step):
-            self.metrics.log(step, self.bar, **values)
+            self.metrics.log(step, **values)
 
     def log_rollout(
         self,
@@ -357,12 +356,12 @@ class Run:
             for name, value in metrics.first_eval.items()
             if name in metrics.last
         ]
-        shown = ", ".join(f"{name} {before:.4g} -> {after:.4g}" for name, before, after in both)
+        shown = ", ".join(f"{name} {short(before)} -> {short(after)}" for name, before, after in both)
         metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)
         if both:
             say("\nbefore -> after, held out:")
         for name, before, after in both:
-            say(f"    {name.removeprefix('eval_'):28} {before:10.4g} -> {after:.4g}")
+            say(f"    {name.removeprefix('eval_'):28} {short(before):>10} -> {short(after)}")
         say(f"\nsaved in {args.output_dir}; report.html there shows the run")
         say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
         if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:

@@ -37,6 +37,12 @@ NUMBER = re.compile(
 )
 OWED = re.compile(r"(?<![^\W_]|[)])-\\?[$€£¥₹] ?")  # -$5
 GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3}(?!\d))")  # 1{,}000 in TeX
+OF_TRL = (
+    "accuracy_reward",
+    "reasoning_accuracy_reward",
+    "think_format_reward",
+)  # as TRL's own script names them
+DOTTED = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)+")
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
 FORMULA = re.compile(
     r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b"
@@ -59,9 +65,9 @@ class Reward(NamedTuple):
 def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--reward_funcs") -> list[Reward]:
     """Reward functions by name. flag: the one that named them, for messages.
 
-    exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; or a reward model (a
-    folder or Hub name of an AutoModelForSequenceClassification with one label). Raises UserError if one
-    cannot be loaded.
+    exact_number or exact_number:MARK; regex:PATTERN; length:N; path/to/file.py:function; a function of an
+    installed package by its dotted path, or one of TRL's by its name; or a reward model (a folder or Hub name
+    of an AutoModelForSequenceClassification with one label). Raises UserError if one cannot be loaded.
     """
     rewards = []
     for spec in specs or []:
@@ -89,6 +95,10 @@ def _load(spec: str, device: torch.device) -> Reward:
         return Reward("length", length(argument))
     if ".py:" in spec or spec.endswith(".py"):
         return Reward(spec.rpartition(":")[2], from_file(spec))
+    if spec in OF_TRL:
+        return Reward(spec, from_package(f"trl.rewards.{spec}"))
+    if DOTTED.fullmatch(spec) and not os.path.exists(spec):
+        return Reward(spec.rpartition(".")[2], from_package(spec))
     return Reward(Path(spec).name, load_reward_model(spec, device))
 
 
@@ -107,6 +117,19 @@ def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
     must("importing it", functools.partial(module_spec.loader.exec_module, module), timeout)
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no function or class {name or 'named: expected file.py:name'}")
+    return getattr(module, name)
+
+
+def from_package(spec: str) -> Any:
+    """The function named by "package.module.name". Raises UserError if it cannot be imported."""
+    module_name, _, name = spec.rpartition(".")
+    try:
+        module = must("importing it", importlib.import_module, REWARD_SECONDS, name=module_name)
+    except UserError as error:
+        package = spec.partition(".")[0]
+        raise UserError(f"{error}; pip install {package}, or name a file: file.py:{name}") from None
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"{module_name} has no function {name}")
     return getattr(module, name)
 
 
@@ -347,7 +370,7 @@ def load_reward_model(name: str, device: torch.device) -> Callable[..., list[flo
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        known = "exact_number, regex:PATTERN, length:N, file.py:function, or the name of a reward model"
+        known = "exact_number, regex:PATTERN, length:N, file.py:function, package.function, or a reward model"
         raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None
 
     model = model.to(device).eval()

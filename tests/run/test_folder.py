@@ -400,3 +400,35 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
     assert json.loads((output / "dataset.json").read_text())["plan"]["steps"] == 1
     assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
+
+
+def test_a_run_that_fails_at_its_start_leaves_no_folder(tmp_path):
+    words = [sys.executable, "train_sft.py", *SFT, "--model_name_or_path", "no/such/model", "--output_dir"]
+    for existing in (False, True):
+        output = tmp_path / f"out{existing}"
+        if existing:
+            output.mkdir()
+            (output / "notes.txt").write_text("mine")
+        done = subprocess.run([*words, str(output)], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and "no/such/model" in done.stderr
+        assert output.exists() == existing and (not existing or (output / "notes.txt").read_text() == "mine")
+
+
+def test_a_run_that_is_refused_leaves_the_lock_of_the_other(tmp_path):
+    """Which may not have written anything else yet."""
+    held = "import sys, time; from pathlib import Path; from common.run.folder import lock; lock(Path(sys.argv[1]))"
+    other = subprocess.Popen(
+        [sys.executable, "-c", f"{held}; print('held', flush=True); time.sleep(100)", str(tmp_path / "out")],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(UserError, match="in use"):
+            module.lock(tmp_path / "out")
+        module.remove_if_unused(tmp_path / "out")
+        assert (tmp_path / "out" / ".lock").exists()
+    finally:
+        other.kill()
+        other.wait()
+        other.stdout.close()

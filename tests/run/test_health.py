@@ -10,7 +10,7 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.model import FlatModel
 from common.run.folder import checkpoints
-from common.run.metrics import Metrics
+from common.run.metrics import Metrics, short
 from common.run.nonfinite import NonFinite
 import pytest
 from safetensors.torch import load_file
@@ -138,3 +138,14 @@ def test_a_jump_of_the_loss_is_said_once(tmp_path, capsys):
         metrics.log(step + 8, loss=9.0 if step == 12 else 0.5 + 0.01 * (step % 2))
     said = capsys.readouterr().out
     assert said.count("the loss jumps") == said.count("[step 20] the loss jumps to 9,") == 1
+
+
+def test_what_rounding_keeps_from_zero_is_shown_as_zero():
+    assert [short(value) for value in (3.576e-10, -1e-9, 0.0, 0.53512, -125.06, 2e-5)] == [
+        "0",
+        "0",
+        "0",
+        "0.5351",
+        "-125.1",
+        "2e-05",
+    ]

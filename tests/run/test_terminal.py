@@ -1,12 +1,15 @@
 """What is printed, and terminals, pipes and logs that are gone: they end no run, and nothing hostile reaches
 them."""
 
+import contextlib
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 from common.run.signals import EXIT_CODE
@@ -46,6 +49,29 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
                 for c in text
                 if ord(c) < 32 and c not in "\n\t" or 127 <= ord(c) < 160 or c in "\u202e\u2028"
             ]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_log_has_a_line_for_each_logged_step_and_a_terminal_a_bar(terminal, tmp_path, token_cache):
+    output = tmp_path / "out"
+    words = [*SFT, "--max_steps", "4", "--logging_steps", "2", "--eval_steps", "0"]
+    words += ["--dataset_cache_dir", str(token_cache), "--output_dir", str(output)]
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    if terminal:
+        termios.tcsetwinsize(theirs, (24, 100))
+    run = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=ROOT, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # of a terminal at its end
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert run.wait() == 0
+    lines = re.findall(r"step (\d)/4: loss ([\d.]+), .* tok/s, \d\d:\d\d left", shown.decode())
+    logged = [(str(row["step"]), f"{row['loss']:.4f}") for row in read_metrics(output)]
+    assert [step for step, _ in logged] == ["2", "4"]
+    assert lines == ([] if terminal else logged)
+    assert (b"\r" in shown.replace(b"\r\n", b"")) == terminal  # a bar is drawn over itself
 
 
 # --- terminals that close -----------------------------------------------------------------------------------

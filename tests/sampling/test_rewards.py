@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import signal
+import sys
 import textwrap
 import time
 from types import SimpleNamespace
@@ -142,9 +143,13 @@ def test_length_falls_beyond_its_limit():
         (["regex:a", "regex:b"], "same name"),
         (["nowhere.py:my_reward"], "no file"),
         (["tests"], "file.py:function"),  # a folder without a model
+        (["no_such_package.rewards.right"], "pip install no_such_package"),
+        (["json.no_such_function"], "json has no function no_such_function"),
+        (["accuracy_reward"], "pip install trl"),
     ],
 )
-def test_a_senseless_reward_is_refused(specs, says):
+def test_a_senseless_reward_is_refused(specs, says, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trl", None)  # as if it were not installed
     with pytest.raises(UserError) as error:
         load_rewards(specs, CPU)
     assert says in line(error)
@@ -164,6 +169,25 @@ def test_a_file_that_cannot_be_loaded_is_one_line(tmp_path, source, says):
     with pytest.raises(UserError) as error:
         load_rewards([user_file(tmp_path, source)], CPU)
     assert "my_rewards.py" in line(error) and says in line(error)
+
+
+def test_a_function_of_a_package_is_found_by_its_dotted_path_and_one_of_trl_by_its_name(
+    tmp_path, monkeypatch
+):
+    for package in ("my_package", "trl"):
+        (tmp_path / package).mkdir()
+        source = (
+            "def think_format_reward(completions, **_):\n    return [len(text) for text in completions]\n"
+        )
+        (tmp_path / package / "rewards.py").write_text(source)
+        for module in (package, f"{package}.rewards"):  # forgets what is installed, until the end of the test
+            monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec in ("my_package.rewards.think_format_reward", "think_format_reward"):
+        assert load_rewards([spec], CPU)[0].name == "think_format_reward"
+        assert run(spec, ["a", "bcd"]) == [1, 3]
+    for module in ("trl", "trl.rewards"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
 
 
 def test_an_import_without_end_is_ended(tmp_path):

@@ -198,7 +198,7 @@ def local(tmp_path, monkeypatch):
     return tmp_path
 
 
-ON_DATA = r"accelerate launch train_(\w+)\.py (.*--dataset_name .*)"
+ON_DATA = r"python train_(\w+)\.py ((?!--use_peft).*--dataset_name .*)"
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -1,6 +1,7 @@
 """Talking to a model, as on a terminal."""
 
 import json
+import re
 import shutil
 import sys
 import types
@@ -177,3 +178,22 @@ def test_an_adapter_stops_where_its_own_settings_say(tmp_path):
     transformers.GenerationConfig(eos_token_id=[0, 7]).save_pretrained(tmp_path / "adapter")
     model, _ = chat.load(str(tmp_path / "adapter"))
     assert model.generation_config.eos_token_id == [0, 7]
+
+
+@pytest.mark.parametrize("width", [7, 10, 23, 80])
+def test_a_terminal_gets_lines_that_end_between_words(width, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = "One is a word.\n\n  Two  of them make a much longer incomprehensibility, and 中文可以在任何字之间换行 it goes on."
+    lines = chat.Lines()
+    shown = "".join(lines.add(part) for part in re.findall(r"\S*\s?", text))  # as they are generated
+    assert "".join(shown.split()) == "".join(text.split())
+    for line in shown.split("\n"):
+        columns = sum(2 if letter > "\u2e80" else 1 for letter in line)
+        assert columns <= width or " " not in line.strip()
+    words = re.findall("[a-zA-Z]+", text)
+    assert re.findall("[a-zA-Z]+", shown) == words  # none is broken
+
+
+def test_a_file_gets_the_text_as_it_is():
+    assert chat.Lines().add("a  b " * 100) == "a  b " * 100

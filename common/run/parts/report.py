@@ -491,6 +491,5 @@ def command_of(script: str, folder: Path, begun: Row) -> str:
     # it imports from the root
     is_module = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts
     name = f"-m {'.'.join(path.parts)}" if is_module else script
-    return " ".join(
-        ["accelerate launch", *words, name, f"--config {folder}/args.yaml --output_dir {folder}-again"]
-    )
+    start = ["accelerate launch -q", *words] if words else ["python"]
+    return " ".join([*start, name, f"--config {folder}/args.yaml --output_dir {folder}-again"])

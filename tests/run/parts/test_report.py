@@ -240,7 +240,7 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     assert seconds == sorted(seconds), "over both stretches"
     changed = {name for group in run["settings"] for name, _, unchanged in group["rows"] if not unchanged}
     assert {"max_steps", "save_best"} <= changed and not {"seed", "weight_decay", "train_on"} & changed
-    assert run["command"].startswith("accelerate launch train_sft.py --config ")
+    assert run["command"].startswith("python train_sft.py --config ")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------

@@ -1,0 +1,271 @@
+"""Other trainers' settings as ours: hand-written configs of each, what they become, and that nothing is lost in
+silence."""
+
+import dataclasses
+import importlib
+import json
+import re
+
+from common.command_line import parse_args
+from common.errors import UserError
+from common.other_names import table
+import pytest
+import yaml
+
+from tests.conftest import EXPERIMENTS, demo
+from tools import translate
+
+SCRIPTS = ["train_pretrain", "train_sft", "train_dpo", "train_grpo"]
+OURS = {
+    field.name
+    for script in [*SCRIPTS, *(f"experiments.train_{name}" for name in EXPERIMENTS)]
+    for field in dataclasses.fields(importlib.import_module(script).Args)
+}
+
+FACTORY = """
+model_name_or_path: data/base_model
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 4
+lora_target: q_proj,v_proj
+dataset: mine,theirs
+dataset_dir: {folder}
+template: qwen3
+cutoff_len: 200
+preprocessing_num_workers: 2
+dataloader_num_workers: 4
+output_dir: {folder}/run
+logging_steps: 10
+plot_loss: true
+overwrite_output_dir: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {{min_lr: 1.0e-5}}
+warmup_ratio: 0.1
+bf16: true
+save_only_model: false
+resume_from_checkpoint: null
+val_size: 0.1
+eval_strategy: epoch
+optim: adamw_bnb_8bit
+neftune_noise_alpha: 5
+flux_capacitor: 1.21
+"""
+FACTORY_HERE = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+    "max_length": 200,
+    "dataset_num_proc": 2,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "num_train_epochs": 3,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "cosine",
+    "min_lr_ratio": 0.1,
+    "warmup_steps": 0.1,
+    "eval_fraction": 0.1,
+    "optim": "adamw_8bit",
+    "eval_steps": 100,
+    "overwrite_output_dir": False,
+    "columns": ["instruction=question"],
+}
+
+AXOLOTL = """
+base_model: data/base_model
+rl: dpo
+chat_template: llama3
+datasets:
+  - path: json
+    data_files: [data/dpo/train.jsonl]
+    type: chat_template.default
+    field_chosen: better
+    split: train[:50]
+adapter: qlora
+lora_r: 8
+lora_alpha: 16
+lora_target_linear: true
+sequence_len: 512
+sample_packing: true
+micro_batch_size: 2
+num_epochs: 4
+optimizer: paged_adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+evals_per_epoch: 4
+val_set_size: 0.05
+wandb_project:
+special_tokens:
+  pad_token: <|end_of_text|>
+"""
+AXOLOTL_HERE = {
+    "dataset_name": ['{"path": "data/dpo/train.jsonl", "max_samples": 50}'],
+    "columns": ["chosen=better"],
+    "use_peft": True,
+    "load_in_4bit": True,
+    "lora_r": 8,
+    "max_length": 512,
+    "packing": True,
+    "per_device_train_batch_size": 2,
+    "num_train_epochs": 4,
+    "optim": "adamw_8bit",
+    "learning_rate": 2e-4,
+    "chat_template": None,
+    "eval_fraction": 0.05,
+}
+
+HANDBOOK = """
+model_name_or_path: data/base_model
+torch_dtype: bfloat16
+chat_template: "{% for message in messages %}{{ message['content'] + eos_token }}{% endfor %}"
+dataset_mixture:
+  datasets:
+    - {id: data/sft, config: default, split: train, columns: [messages], weight: 1.0}
+    - {id: data/more, config: small, weight: 0.5}
+  test_split_size: 1000
+bf16: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+max_seq_length: 256
+report_to: [nowhere, none]
+push_to_hub: true
+hub_model_id: a-name
+save_strategy: "no"
+warmup_steps: 0
+warmup_ratio: 0.03
+"""
+HANDBOOK_HERE = {
+    "dtype": "bfloat16",
+    "dataset_name": ["data/sft", '{"path": "data/more", "name": "small"}'],
+    "train_on": "everything",
+    "num_train_epochs": 3,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0.03,
+    "max_length": 256,
+    "report_to": "none",
+    "push_to_hub": False,
+    "save_steps": 0,
+}
+
+CONFIGS = {
+    "LLaMA-Factory": (FACTORY, FACTORY_HERE, "train_sft.py"),
+    "axolotl": (AXOLOTL, AXOLOTL_HERE, "train_dpo.py"),
+    "TRL": (HANDBOOK, HANDBOOK_HERE, "train_sft.py"),
+}
+
+
+@pytest.fixture
+def translated(tmp_path, capsys, monkeypatch):
+    """translated(*words): (the values that our script then has, the text of our config, what was printed)."""
+
+    def run(*words):
+        out = tmp_path / "ours.yaml"
+        translate.main(["--out", str(out), *map(str, words)])
+        said = capsys.readouterr().out
+        script = re.search(r"(?:launch .*|python) (\S+)\.py --config", said)[1].replace("/", ".")
+        args = parse_args(importlib.import_module(script).Args, demo("sft"), argv=["--config", str(out)])
+        return args, out.read_text(), said
+
+    return run
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_a_config_of_theirs_is_one_of_ours(trainer, translated, tmp_path):
+    text, expected, script = CONFIGS[trainer]
+    (tmp_path / "dataset_info.json").write_text(
+        json.dumps({"mine": {"file_name": "m.json", "columns": {"prompt": "question"}}})
+    )
+    (tmp_path / "theirs.yaml").write_text(
+        text.format(folder=tmp_path) if trainer == "LLaMA-Factory" else text
+    )
+    args, ours, said = translated(tmp_path / "theirs.yaml")
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert script in said and "accelerate_configs/single_gpu.yaml" in said and f"config of {trainer}" in ours
+    for name, value in yaml.safe_load((tmp_path / "theirs.yaml").read_text()).items():
+        kept = name in yaml.safe_load(ours)
+        assert value is None or kept or re.search(rf"#.*\b{name}\b", ours), f"{name} is lost in silence"
+    if trainer == "LLaMA-Factory":
+        assert args.dataset_name == [str(tmp_path / "m.json"), "theirs"] and "not known here" in ours
+    if trainer == "TRL":
+        assert "eos_token" in (tmp_path / "ours.jinja").read_text()
+        assert args.chat_template.endswith("ours.jinja")
+
+
+def test_a_command_line_is_read_as_a_config(translated):
+    words = "trl grpo --model_name_or_path data/base_model --dataset_name data/grpo --num_generations=4 --use_peft"
+    words += (
+        " --reward_funcs think_format_reward mine.score --scale_rewards false --gradient_accumulation_steps 2"
+    )
+    words += (
+        " --steps_per_generation 4 --lora_target_modules all-linear --max_completion_length 32 --bf16 False"
+    )
+    args, ours, said = translated(*words.split())
+    assert args.reward_funcs == ["think_format_reward", "mine.score"] and args.scale_rewards == "none"
+    assert (args.num_generations, args.steps_per_generation, args.use_peft) == (4, 2, True)
+    assert (args.lora_dropout, args.max_completion_length) == (0.05, 32)
+    assert "python train_grpo.py" in said  # without bf16, no launcher
+
+
+def test_the_words_of_a_launcher_stay(translated):
+    words = "accelerate launch --config_file theirs.yaml --num_processes 4 dpo.py --beta 0.5 --dataset_name data/dpo"
+    args, _, said = translated(*words.split())
+    assert "accelerate launch -q --config_file theirs.yaml --num_processes 4 train_dpo.py --config" in said
+    assert args.beta == 0.5
+
+
+def test_a_script_is_read_where_it_spells_out_its_values(translated, tmp_path):
+    lines = """from unsloth import FastLanguageModel, is_bfloat16_supported
+length = 128
+model, tokenizer = FastLanguageModel.from_pretrained(model_name="data/base_model", max_seq_length=length)
+model = FastLanguageModel.get_peft_model(model, r=8, use_gradient_checkpointing="unsloth", bias="none")
+data = load_dataset("data/sft", split="train")
+args = SFTConfig(learning_rate=2e-4, max_steps=7, bf16=is_bfloat16_supported(), output_dir=compute())
+"""
+    cells = [{"cell_type": "code", "source": ["%pip install unsloth\n", lines]}, {"cell_type": "markdown"}]
+    for name, text in {"a.py": lines, "a.ipynb": json.dumps({"cells": cells})}.items():
+        (tmp_path / name).write_text(text)
+        args, ours, _ = translated(tmp_path / name)
+        assert (args.use_peft, args.lora_r, args.lora_alpha, args.max_length) == (True, 8, 16, 128)
+        assert (args.learning_rate, args.max_steps, args.optim) == (2e-4, 7, "adamw_8bit")
+        assert args.dataset_name == ["data/sft"] and "single_gpu.yaml" in ours
+        assert args.output_dir == "compute()"  # left for the reader, who sees it
+        (tmp_path / "ours.yaml").unlink()
+
+
+@pytest.mark.parametrize("words", [["none.yaml"], ["broken.yaml"], ["list.yaml"], ["broken.py"], ["words"]])
+def test_what_cannot_be_read_is_one_line(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "list.yaml").write_text("- a")
+    (tmp_path / "broken.py").write_text("def")
+    with pytest.raises(UserError):
+        translate.main(words)
+    assert not list(tmp_path.glob("*plainloop*"))
+
+
+def test_a_config_is_not_written_over(tmp_path):
+    (tmp_path / "ours.yaml").write_text("mine")
+    with pytest.raises(UserError, match="there already"):
+        translate.main(["--out", str(tmp_path / "ours.yaml"), "sft", "--bf16"])
+
+
+def test_the_table_names_settings_that_exist():
+    names, values, defaults = table()
+    for name, here in names.items():
+        assert set(re.findall(r"--(\w+)", here)) <= OURS | {"config_file", "mixed_precision"}, (name, here)
+    common = set.intersection(
+        *(
+            {field.name for field in dataclasses.fields(importlib.import_module(script).Args)}
+            for script in SCRIPTS
+        )
+    )
+    assert not common & names.keys()  # never reached
+    for choices in [*values.values(), defaults]:
+        for settings in choices.values():
+            assert isinstance(settings, str) or settings.keys() <= OURS | {"launch", "script"}, settings

@@ -1,0 +1,562 @@
+"""Translate another trainer's settings: `python -m tools.translate theirs.yaml`.
+
+Reads what TRL, transformers, LLaMA-Factory, axolotl, unsloth and the alignment-handbook call their settings: a
+YAML or JSON file, a Python script or notebook, or a command line:
+
+    python -m tools.translate llamafactory-cli train examples/train_lora/qwen3_lora_sft.yaml learning_rate=1e-4
+    python -m tools.translate trl dpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --bf16
+
+Writes a config for our scripts, with a comment on each line that is not as it was, and prints how to start it.
+Each setting of theirs is in the config, or in a list at its end that says why it is not. The names are in a
+table, common/other_names.yaml; a setting that needs more than a name has a method of `Translation`.
+"""
+
+import argparse
+import ast
+import importlib
+import json
+import math
+from pathlib import Path
+import re
+from typing import Any, NamedTuple
+
+from accelerate.tracking import get_available_trackers
+from common.args import defaults
+from common.command_line import checked, kind_of, parse_args
+from common.errors import UserError, printable, quoted
+from common.other_names import said_here, table, value_here
+import yaml
+
+from tools import as_command
+
+STAGES = {"sft": "train_sft.py", "dpo": "train_dpo.py", "orpo": "train_dpo.py", "grpo": "train_grpo.py"}
+STAGES |= {"kto": "experiments/train_kto.py", "reward": "experiments/train_reward.py"}
+STAGES |= {"pretrain": "train_pretrain.py", "cpt": "train_pretrain.py"}
+STAGE = re.compile(rf"(?<![a-zA-Z])({'|'.join(STAGES)})(?![a-z])", re.IGNORECASE)
+LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
+PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
+# Dictionaries whose entries are settings like those beside them.
+NESTED = ("trl", "peft", "peft_config", "model_init_kwargs", "training_arguments", "quant_config")
+CALLS = ("Config", "Arguments", "get_peft_model", "FastLanguageModel.from_pretrained", "load_dataset")
+# Columns by the names that axolotl and LLaMA-Factory have for them.
+COLUMNS = {"field": "text", "field_messages": "messages", "field_label": "label", "field_tools": "tools"}
+COLUMNS |= {f"field_{name}": name for name in ("prompt", "completion", "chosen", "rejected", "system")}
+COLUMNS |= {f"field_{name}": name for name in ("instruction", "input", "output")}
+COLUMNS |= {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+COLUMNS |= {name: name for name in ("chosen", "rejected", "kto_tag", "system", "tools", "history")}
+# Entries of a dataset that say how its rows are to be read.
+BY_COLUMNS = ("type", "formatting", "ds_type", "ranking", "columns", "chat_template", "tags", "roles")
+BY_COLUMNS += ("message_property_mappings", "ms_hub_url", "om_hub_url", "trust_remote_code")
+
+
+class Theirs(NamedTuple):
+    trainer: str  # whose defaults apply
+    settings: dict[str, Any]
+    launcher: list[str]  # words of accelerate launch
+    hints: str  # words, among which may be the name of the stage
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def read(words: list[str]) -> Theirs:
+    """The settings that a file or a command line holds. Raises UserError."""
+    launcher, hints, rest = split_command(words)
+    settings: dict[str, Any] = {}
+    text = ""
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and not has_value:
+            values = []
+            while rest and not rest[0].startswith("--"):
+                values.append(plain(rest.pop(0)))
+            value = values if len(values) > 1 else values[0] if values else True
+        elif has_value:
+            value = plain(value)
+        else:
+            name, value = "config", word
+        if name != "config":
+            settings[name] = value
+            continue
+        hints += f" {value}"
+        if Path(value).suffix in (".py", ".ipynb"):
+            text = source_of(Path(value))
+            settings |= read_python(text)
+        else:
+            settings |= read_file(Path(value))
+    if text:
+        hints += " " + " ".join(re.findall(r"\b(SFT|DPO|ORPO|GRPO|KTO|Reward)(?=Config|Trainer)", text))
+    return Theirs(trainer_of(settings, text, hints), settings, launcher, hints)
+
+
+def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
+    """The launcher's own words, those that name the stage, and the words with settings."""
+    if words[0] in PROGRAMS:
+        return [], " ".join(words[:2]), words[2:]
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    if words[0] not in LAUNCHERS or not scripts:
+        return [], "", list(words)
+    launcher = words[2 : scripts[0]] if words[:2] == ["accelerate", "launch"] else []
+    return launcher, words[scripts[0]], words[scripts[0] + 1 :]
+
+
+def plain(word: str) -> Any:
+    """A word of a command line as a value."""
+    try:
+        return yaml.safe_load(word)
+    except yaml.YAMLError:
+        return word
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected `name: value` lines")
+    return found
+
+
+def source_of(path: Path) -> str:
+    """The text of a Python file, or of a notebook's cells without their commands."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            return text
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{path}: {error}") from None
+    lines = [line for cell in cells for line in "".join(cell).splitlines()]
+    return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
+
+
+def read_python(text: str) -> dict[str, Any]:
+    """The keywords of the calls that configure a training, where their values are written down."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise UserError(f"the script cannot be read: {error}") from None
+    constants: dict[str, Any] = {}  # variables that are assigned a value
+    settings: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constants[node.targets[0].id] = literal(node.value, {})
+    for node in ast.walk(tree):
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if called.endswith(("get_peft_model", "LoraConfig")):
+            settings["use_peft"] = True
+        if called.endswith("train_on_responses_only"):
+            settings["train_on_responses_only"] = True
+        if not called.endswith(CALLS) and not re.search(r"Model\w*\.from_pretrained$", called):
+            continue
+        first = literal(node.args[0], constants) if node.args else None
+        if isinstance(first, str):
+            settings["dataset_name" if called.endswith("load_dataset") else "model_name"] = first
+        for keyword in node.keywords:
+            if keyword.arg:
+                value = literal(keyword.value, constants)
+                settings[keyword.arg] = ast.unparse(keyword.value) if value is ... else value
+    return settings
+
+
+def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
+    """The value that an expression spells out; ... if it has to be computed."""
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, ...)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ...
+
+
+def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
+    """Whose settings these are."""
+    if "unsloth" in text:
+        return "unsloth"
+    if "base_model" in settings or "axolotl" in hints:
+        return "axolotl"
+    if {"stage", "finetuning_type", "cutoff_len"} & settings.keys() or "llamafactory" in hints:
+        return "LLaMA-Factory"
+    if "TrainingArguments" in text and "trl" not in text:
+        return "transformers"
+    return "TRL"
+
+
+# --- translating --------------------------------------------------------------------------------------------
+
+
+class Translation:
+    """Their settings as ours: what to write, what needs nothing, and what is lost."""
+
+    def __init__(self, theirs: Theirs, stem: str):
+        self.theirs, self.stem = theirs, stem
+        self.ours: dict[str, Any] = {}
+        self.comments: dict[str, str] = {}  # of what is not as it was
+        self.nothing: list[str] = []  # needs no setting here
+        self.lost: list[tuple[str, str]] = []  # (setting of theirs, why)
+        self.files: dict[str, str] = {}  # to write beside the config
+        self.launch = " ".join(theirs.launcher)
+        self.script = self.find_script()
+        self.args_class = importlib.import_module(self.script.removesuffix(".py").replace("/", ".")).Args
+        self.flags = defaults(self.args_class)
+        if "orpo" in theirs.hints.lower():
+            self.set("loss_type", ["orpo"], "the trainer's name")
+        same, renamed = {}, {}
+        for name, value in theirs.settings.items():
+            (same if name in self.flags else renamed)[name] = value
+        for name, value in (same | renamed).items():
+            self.add(name, value)
+        self.add_defaults()
+
+    def find_script(self) -> str:
+        """The script of the stage: by a setting for it, by settings of one stage only, by words of the
+        command or the path."""
+        given = self.theirs.settings
+        for name in ("stage", "rl"):
+            here = value_here(name, given.get(name))
+            if isinstance(here, dict):  # not a text that says why there is none
+                return here["script"]
+        if named := STAGE.findall(self.theirs.hints):
+            return STAGES[named[-1].lower()]
+        if {"num_generations", "reward_funcs"} & given.keys():
+            return "train_grpo.py"
+        if {"beta", "pref_beta", "precompute_ref_log_probs", "max_prompt_length"} & given.keys():
+            return "train_dpo.py"
+        return "train_pretrain.py" if "pretraining_dataset" in given else "train_sft.py"
+
+    def set(self, name: str, value: Any, comment: str) -> None:
+        """Write a setting of ours. One that was set before stays, unless it is off; lists grow."""
+        before = self.ours.get(name)
+        if isinstance(before, list) and name in ("columns", "dataset_name"):
+            value = before + [item for item in value if item not in before]
+        elif before and not same(before, value):
+            self.lose(comment, f"{name} is set already, to {before}")
+            return
+        self.ours[name] = value
+        if comment:
+            self.comments[name] = comment
+
+    def lose(self, what: str, why: str) -> None:
+        self.lost.append((what, why))
+
+    def add(self, name: str, value: Any) -> None:
+        """Translate a setting of theirs."""
+        if value is None or value in ("", [], {}):
+            return  # unset
+        shown = f"{name}: {quoted(value, 60, str)}"
+        special = getattr(self, f"add_{name}", None)
+        if isinstance(value, dict) and name in NESTED:
+            for key, part in value.items():
+                self.add(key, part)
+        elif special:
+            special(name, value)
+        elif name in self.flags:
+            meaning = self.meaning(name, value, exact_value(name, value))
+            for ours, setting in self.settings_of(shown, meaning).items():
+                self.set(ours, setting, "" if ours == name and same(setting, value) else shown)
+        else:
+            here = said_here(name)
+            flag = re.match(r"--(\w+)(?=$|;| [(])", here or "")  # without a value in the table
+            meaning = value_here(name, value)
+            if meaning is None and value is False:
+                meaning = {}  # what is off there
+            if meaning is None and flag and flag[1] in self.flags:
+                meaning = self.meaning(flag[1], value, exact_value(flag[1], value))
+            if meaning is None and flag:
+                meaning = f"{self.script} has no {here}"
+            if meaning is None:
+                done = here and here.startswith("done here")
+                meaning = {} if done else here or "not known here"
+            for ours, setting in self.settings_of(shown, meaning).items():
+                self.set(ours, setting, name if same(setting, value) else shown)
+
+    def meaning(self, flag: str, value: Any, exact: Any) -> dict[str, Any] | str:
+        """A value of theirs as settings of ours, under the flag unless the table says otherwise; or why not."""
+        if exact is not None:
+            return exact
+        _, several = kind_of(self.args_class, flag)
+        if several and isinstance(value, str):
+            value = [part.strip() for part in value.split(",")]
+        found, mistakes = checked({flag: value}, self.args_class, "")
+        return f"--{flag}: {mistakes[0].why}" if mistakes else found
+
+    def settings_of(self, shown: str, meaning: dict[str, Any] | str) -> dict[str, Any]:
+        """The settings of ours in a meaning; the launcher, the script, and what is lost are noted."""
+        if isinstance(meaning, str):
+            self.lose(shown, meaning)
+            return {}
+        settings = dict(meaning)
+        settings.pop("script", None)
+        launch = settings.pop("launch", "")
+        if launch and (not self.launch or "single_gpu" in self.launch):
+            self.launch = launch
+        unknown = [name for name in settings if name not in self.flags]
+        if unknown:
+            self.lose(shown, f"{self.script} has no --{unknown[0]}")
+            return {}
+        if not settings:
+            self.nothing.append(f"{shown} (by accelerate launch)" if launch else shown)
+        return settings
+
+    def add_defaults(self) -> None:
+        """Their defaults where ours differ."""
+        trainer, given = self.theirs.trainer, self.theirs.settings
+        for name, value in table().defaults[trainer].items():
+            wanted = self.ours.get("use_peft") if name.startswith("lora_") else name in self.flags
+            if name == "dataset_eval_split":
+                wanted = "dataset_name" in given and given.get("eval_strategy") in ("steps", "epoch")
+            if wanted and name not in self.ours:
+                self.set(name, value, f"the default of {trainer}")
+        adapts = self.ours.get("use_peft")
+        if adapts and trainer == "LLaMA-Factory" and "lora_alpha" not in self.ours:
+            self.set("lora_alpha", 2 * self.ours["lora_r"], "the default of LLaMA-Factory: 2 x lora_rank")
+        if (
+            adapts
+            and trainer in ("LLaMA-Factory", "axolotl")
+            and "bf16" in given
+            and "dtype" not in self.ours
+        ):
+            self.set("dtype", "bfloat16", f"the frozen model's, as {trainer} loads it; adapters are float32")
+        if adapts and "merge_lora" not in self.ours and "train_reward" in self.script:
+            self.set("merge_lora", True, "the classifier that is saved is one model")
+        if "chat_template" not in self.ours and self.script != "train_pretrain.py":
+            if lacks_template(self.ours.get("model_name_or_path")):
+                self.set("chat_template", "chatml", "the tokenizer has none (rows of plain text need none)")
+
+    # --- settings that need more than a name
+
+    def add_chat_template(self, name: str, value: str) -> None:
+        if "{%" in value or "{{" in value:
+            self.files[f"{self.stem}.jinja"] = value
+            self.set("chat_template", f"{self.stem}.jinja", f"{name}, which was written in the config")
+        elif value in ("chatml", "plain") or value.endswith(".jinja"):
+            self.set("chat_template", value, "" if name == "chat_template" else name)
+        elif Path(value, "chat_template.jinja").exists():
+            self.set("chat_template", str(Path(value, "chat_template.jinja")), name)
+        else:
+            self.nothing.append(f"{name}: {value} (the tokenizer's own)")
+
+    add_template = add_chat_template_jinja = add_chat_template_path = add_chat_template
+
+    def add_lr_scheduler_kwargs(self, name: str, value: Any) -> None:
+        rate = float(self.theirs.settings.get("learning_rate") or math.nan)
+        for key, number in value.items() if isinstance(value, dict) else [("", value)]:
+            if key == "min_lr_rate":
+                self.set("min_lr_ratio", float(number), f"{name}: {key}")
+            elif key == "min_lr" and rate > 0:
+                self.set("min_lr_ratio", float(number) / rate, f"{name}: {key} {number}")
+            else:
+                self.lose(f"{name}: {key} {number}", said_here(name))
+
+    def add_report_to(self, name: str, value: Any) -> None:
+        """One tracker: the first that is installed."""
+        for tracker in value if isinstance(value, list) else [value]:
+            if name in self.ours:
+                self.lose(f"{name}: {tracker}", f"one tracker, {self.ours[name]}")
+            elif tracker in ("none", *map(str, get_available_trackers())):
+                self.set(name, tracker, f"{name}: {value}" if tracker != value else "")
+            else:
+                self.lose(f"{name}: {tracker}", "one tracker that is installed, by its name")
+
+    def add_push_to_hub(self, name: str, value: Any) -> None:
+        """A first run should not fail for want of a login, nor publish anything."""
+        if value:
+            self.lose(
+                f"{name}: {value}", "add push_to_hub: true and hub_model_id: OWNER/NAME once a run is good"
+            )
+
+    add_hub_model_id = add_push_to_hub
+
+    def add_val_size(self, name: str, value: float) -> None:
+        if value < 1:
+            self.set("eval_fraction", value, name)
+        else:
+            self.lose(f"{name}: {value}", "a number of rows; a share here: --eval_fraction 0.01")
+
+    add_val_set_size = add_test_split_size = add_val_size
+
+    def add_deepspeed(self, name: str, value: Any) -> None:
+        stage = 3 if re.search("z(ero)?_?-?3|stage.{0,4}3", str(value), re.IGNORECASE) else 2
+        self.launch = f"--config_file accelerate_configs/deepspeed_zero{stage}.yaml"
+        self.nothing.append(f"{name}: {value} (by accelerate launch)")
+
+    def add_steps_per_generation(self, name: str, value: int) -> None:
+        """TRL counts micro-batches, here windows are counted; so in generation_batch_size completions."""
+        given = self.theirs.settings
+        window = given.get("gradient_accumulation_steps", 1)
+        if name == "generation_batch_size":
+            window *= given.get("per_device_train_batch_size", 8)
+        if "steps_per_generation" not in self.flags or value % window:
+            self.lose(f"{name}: {value}", "--steps_per_generation counts windows here, of one process")
+        else:
+            self.set("steps_per_generation", value // window, f"{name}: {value}, in windows of one process")
+
+    add_generation_batch_size = add_steps_per_generation
+
+    def add_datasets(self, name: str, value: Any) -> None:
+        """The sources of data, in any of their forms."""
+        evaluation = name in ("eval_dataset", "test_datasets")
+        flag = "eval_dataset_name" if evaluation else "dataset_name"
+        if isinstance(value, dict) and "datasets" in value:  # the alignment-handbook's mixture
+            self.add("test_split_size", value.get("test_split_size"))
+            value = value["datasets"]
+        elif isinstance(value, dict):  # its older form: {dataset: share}
+            value = [{"id": path, "weight": weight} for path, weight in value.items()]
+        elif isinstance(value, str):
+            value = [self.known_to_llamafactory(part.strip()) for part in value.split(",")]
+        sources = []
+        for item in value:
+            sources += [item] if isinstance(item, str) else self.sources_of(dict(item))
+        self.set(flag, sources, name)
+
+    add_dataset = add_eval_dataset = add_train_dataset = add_test_datasets = add_datasets
+    add_dataset_mixture = add_dataset_mixer = add_pretraining_dataset = add_datasets
+
+    def known_to_llamafactory(self, name: str) -> Any:
+        """A name of LLaMA-Factory's dataset_info.json as the entry there; any other one as it is."""
+        folder = Path(self.theirs.settings.get("dataset_dir") or "data")
+        info = read_file(folder / "dataset_info.json") if (folder / "dataset_info.json").exists() else {}
+        if name not in info:
+            if not Path(name).exists() and "/" not in name:
+                self.lose(f"dataset: {name}", "write its file or its name on the Hub in dataset_name")
+            return name
+        entry = dict(info[name])
+        file = entry.pop("file_name", None)
+        entry["path"] = entry.pop("hf_hub_url", None) or str(folder / str(file))
+        entry["name"], entry["max_samples"] = entry.pop("subset", None), entry.pop("num_samples", None)
+        return entry | entry.pop("columns", {})
+
+    def sources_of(self, item: dict[str, Any]) -> list[Any]:
+        """An entry of a list of datasets as sources of ours."""
+        path = item.pop("path", None) or item.pop("id", None)
+        name = item.pop("name", None) or item.pop("config", None)
+        split, _, rows = str(item.pop("split", None) or "train").partition("[:")
+        most = item.pop("max_samples", None)
+        if rows.rstrip("]").isdigit():
+            most = int(rows.rstrip("]"))
+        elif rows:
+            self.lose(f"{path}: split: {split}[:{rows}", "a number of rows here: max_samples")
+        files = item.pop("data_files", None)
+        paths = [path]
+        if files and path in ("json", "csv", "parquet", "text"):
+            paths = files if isinstance(files, list) else [files]
+        elif files:
+            self.lose(f"{path}: data_files: {files}", "a source is a file, a folder, or a name on the Hub")
+        if isinstance(item.get("type"), dict):
+            item |= item.pop("type")
+        for key, value in item.items():
+            self.add_detail(f"{path}: {key}: {quoted(value, 60, str)}", key, value)
+        settings = {"name": name, "split": split, "max_samples": most}
+        usual = {"name": (None, "default"), "split": ("train",), "max_samples": (None,)}
+        settings = {key: value for key, value in settings.items() if value not in usual[key]}
+        return [{"path": path} | settings if settings else path for path in paths]
+
+    def add_detail(self, shown: str, key: str, value: Any) -> None:
+        """A further entry of a dataset."""
+        new = COLUMNS.get(key)
+        if value is None or value is False or key == "weight" and value == 1:
+            return
+        if key in BY_COLUMNS or value in (new, "messages", "conversations"):
+            self.nothing.append(f"{shown} (rows are read by their columns)")
+        elif new:
+            self.set("columns", [f"{new}={value}"], shown)
+        elif key == "weight":
+            self.lose(shown, "a share of its rows; here max_samples of a source, a number")
+        else:
+            self.lose(shown, "rows are read by their columns (docs/data.md)")
+
+
+def exact_value(name: str, value: Any) -> Any:
+    """What the table says of this value by name; None: nothing."""
+    named = str(value).lower() in table().values.get(name, {})
+    return value_here(name, value) if named else None
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether a value means the same: 1e-4 in YAML is a text."""
+    return (
+        ours in (theirs, [theirs]) or str(ours) == str(theirs) or is_number(theirs) and ours == float(theirs)
+    )
+
+
+def is_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def lacks_template(model: str | None) -> bool:
+    """Whether the model's tokenizer can be read, and has no chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        return not AutoTokenizer.from_pretrained(model).chat_template
+    except Exception:  # not here, no network, or not for everyone
+        return False
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+def as_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def config_of(translation: Translation, start: str) -> str:
+    """The text of our config."""
+    lines = [f"# A config of {translation.theirs.trainer}, translated by tools/translate.py. To start it:"]
+    lines += [f"#     {start}", ""]
+    for name in translation.flags:
+        if name in translation.ours:
+            line = f"{name}: {as_yaml(translation.ours[name])}"
+            comment = translation.comments.get(name)
+            lines.append(f"{line:40}  # {comment}" if comment else line)
+    lines += ["", *(f"# {line}" if line else "#" for line in report_of(translation))]
+    return printable("\n".join(lines)) + "\n"
+
+
+def report_of(translation: Translation) -> list[str]:
+    """What is not in the config, and why."""
+    lines = []
+    if translation.lost:
+        width = min(max(len(what) for what, _ in translation.lost), 50)
+        lines += ["Not carried over:", *(f"    {what:{width}}  {why}" for what, why in translation.lost)]
+    if translation.nothing:
+        lines += ["", "Needs no setting here:", *(f"    {what}" for what in translation.nothing)]
+    return [" ".join(line.split("\n")) for line in lines]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "python -m tools.translate",
+        usage="%(prog)s [--out FILE] FILE, or a command line",
+        description="another trainer's settings as a config of ours",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", help="file to write (default: THEIRS_plainloop.yaml, here)")
+    args, words = parser.parse_known_args(argv)
+    if not words:
+        parser.error("name a file, or write a command line")
+    files = [word for word in words if Path(word).suffix in (".yaml", ".yml", ".json", ".py", ".ipynb")]
+    out = Path(args.out or f"{Path(files[-1]).stem if files else 'translated'}_plainloop.yaml")
+    if out.exists():
+        raise UserError(f"{out} is there already: delete it, or name another by --out")
+    translation = Translation(read(words), out.stem)
+    launcher = f"accelerate launch -q {translation.launch}" if translation.launch else "python"
+    start = f"{launcher} {translation.script} --config {out}"
+    for name, text in translation.files.items():
+        out.with_name(name).write_text(text, encoding="utf-8")
+    out.write_text(config_of(translation, start), encoding="utf-8")
+    print("\n".join(map(printable, report_of(translation))))
+    print(f"\n{out} is written: {len(translation.ours)} settings. Look at them, and start:\n    {start}")
+    parse_args(
+        translation.args_class, "", argv=["--config", str(out)]
+    )  # says what has no effect, or is wrong
+
+
+if __name__ == "__main__":
+    as_command(main)
