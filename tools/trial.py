@@ -92,7 +92,6 @@ def main(words: list[str] | None = None) -> int:
     at = words.index("--") if "--" in words else len(words)
     args = parse(words[:at])
     sides = sides_of(args, words[at + 1 :])
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for option, metric in BUDGETS.items():
         if getattr(args, option):
             set_steps(sides, metric, getattr(args, option) * (60 if option == "minutes" else 1), args)
@@ -255,6 +254,7 @@ def run_jobs(jobs: list[Job], args: argparse.Namespace, check: Callable[[Job], N
     are. check: called with each complete run."""
     waiting = list(jobs)
     running: list[tuple[Job, subprocess.Popen]] = []
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         while waiting or running:
             while waiting and len(running) < args.jobs:
@@ -284,6 +284,7 @@ def run_jobs(jobs: list[Job], args: argparse.Namespace, check: Callable[[Job], N
             process.terminate()
         for _, process in running:
             process.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 def start(job: Job, launcher: str) -> subprocess.Popen:
