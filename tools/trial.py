@@ -27,9 +27,9 @@ import sys
 import time
 
 from common.errors import UserError, say
-from common.extras.report import points_of
 from common.files import file_hash, replace_text
 from common.run.folder import read_json
+from common.run.parts.report import points_of
 
 from tools import as_command
 from tools.trial_page import console, write_trial

@@ -6,11 +6,11 @@ import shlex
 import statistics
 from typing import Any
 
-from common.extras.report import cut, describe_run, embedded, prompt_text, scores_of, write_page
+from common.run.parts.report import cut, describe_run, embedded, prompt_text, scores_of, write_page
 
 from tools.report import differing
 from tools.trial_statistics import MORE_PROMPTS, POWER
-from tools.trial_verdict import UNKNOWN, Outcome, Row
+from tools.trial_verdict import Outcome, Row
 
 SCRIPT = Path(__file__).with_name("trial.js")  # of the page: what report.html does not have
 PROMPTS, SIZE = 200, 1_000_000  # of the page, at most; bytes
@@ -64,17 +64,14 @@ def because(side: Row) -> str:
     """What stands after the word of a side."""
     if side["failed"]:
         return f" ({side['failed']})"
-    row = side["metrics"][0]
-    if side["verdict"] != UNKNOWN or row["needs"] is None:
+    evaluated = [row for row in side["metrics"] if row["metric"].startswith(EVALUATED)]
+    if all(row["parent"] == row["side"] for row in evaluated):
+        return "; every evaluation is the same: does the edit do anything?"
+    needs = side["metrics"][0]["needs"]
+    if needs is None:
         return ""
-    return f"; {needs(row)}"
-
-
-def needs(row: Row) -> str:
-    if row["needs"] is None:
-        return ""
-    how = "more prompts" if row["needs"] == MORE_PROMPTS else f"{row['needs']} seeds"
-    return f"a difference like this one needs {how} (found {POWER:.0%} of the time)"
+    how = "more prompts" if needs == MORE_PROMPTS else f"{needs} seeds"
+    return f"; a difference like this one needs {how} (found {POWER:.0%} of the time)"
 
 
 def cells(row: Row) -> list[str]:
@@ -122,7 +119,10 @@ def write_trial(file: Path, trial: Row, outcomes: dict[str, list[Outcome]]) -> N
     about = trial | {"sides": shown, "asked": asked_of(trial)}
     settings = [row for row in differing(sides) if row[0] != "seed"]
     copies = shown[0]["name"] if len(shown) == 1 else f"{len(shown)} sides"
-    title = f"{copies} against {trial['parent']['name']}"
+    words = [side["verdict"] for side in shown]
+    counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+    told = words[0] if len(shown) == 1 else counts
+    title = f"{copies} against {trial['parent']['name']}: {told}"
     write_page(file, sides, {"title": title, "settings": settings, "rates": [], "trial": about}, (SCRIPT,))
 
 

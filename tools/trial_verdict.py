@@ -6,8 +6,8 @@ import statistics
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.extras.report import asked, groups, lines, points_of, scores_of
 from common.run.folder import read_args, read_json
+from common.run.parts.report import asked, groups, lines, points_of, scores_of
 import numpy as np
 
 from tools.trial_statistics import (

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, read_rows
-from tests.extras.test_browser import CHROMIUM, drawn
+from tests.run.parts.test_browser import CHROMIUM, drawn
 from tools import trial, trial_statistics, trial_verdict
 from tools.trial_statistics import (
     holm,
@@ -248,6 +248,11 @@ def test_the_best_of_several_sides_counts(fake, capsys):
     assert code == 0
     assert [side["verdict"] for side in found["sides"]] == ["worse", "not told apart", "better"]
     assert "p corrected for 3 sides" in capsys.readouterr().out
+
+
+def test_an_edit_that_does_nothing_is_said(fake, capsys):
+    assert fake("train_fake.py", "train_fake.py --wait 0")[0] == 3
+    assert "every evaluation is the same: does the edit do anything?" in capsys.readouterr().out
 
 
 def test_one_seed_is_never_better(fake, capsys):
