@@ -56,6 +56,7 @@ class Metrics:
         self.started = self.clock = time.perf_counter()
         self.clock_tokens = 0
         self.seconds_before = 0.0  # run time before the checkpoint it resumed from
+        self.cpu_seconds_before = 0.0
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
         """Add values to the current window: each metric is their weighted mean; one whose name ends in _max
@@ -131,17 +132,24 @@ class Metrics:
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint. Called on every process."""
         self.carry = self.reduce()
-        return {name: getattr(self, name) for name in STATE} | {"seconds": self.seconds()}
+        times = {"seconds": self.seconds(), "cpu_seconds": self.cpu_seconds()}
+        return {name: getattr(self, name) for name in STATE} | times
 
     def seconds(self) -> float:
         """Run time so far, excluding the time between a stop and its resume."""
         return self.seconds_before + time.perf_counter() - self.started
+
+    def cpu_seconds(self) -> float:
+        """Seconds that a core has worked for this process, all its threads and what came before the loop
+        included; of a resumed run together with those before its checkpoint."""
+        return self.cpu_seconds_before + time.process_time()
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Resume from a checkpoint: drop the lines that were written after it."""
         for name in STATE:
             setattr(self, name, state.get(name, getattr(self, name)))
         self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
+        self.cpu_seconds_before = state.get("cpu_seconds", 0.0)
         last = step or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
             for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
@@ -257,7 +265,8 @@ class Metrics:
     def _write(self, step: int, values: dict[str, float]) -> dict[str, float]:
         values = {name: float(value) for name, value in values.items()}
         self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
-        self.append("metrics.jsonl", [{"step": step, **values, "seconds": round(self.seconds(), 2)}])
+        times = {"seconds": round(self.seconds(), 2), "cpu_seconds": round(self.cpu_seconds(), 2)}
+        self.append("metrics.jsonl", [{"step": step, **values, **times}])
         return values
 
 

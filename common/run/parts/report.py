@@ -51,7 +51,7 @@ STATES = {"started": "running", "resumed": "running"} | {
 }
 OF_THE_MACHINE = ("device", "processor", "processes", "mixed_precision", "distributed", "commit", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
-NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds")  # axes, and what they determine
+NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds", "cpu_seconds")  # axes, and what they determine
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
 MIDDLE = ("loss", "completions/mean_length", "entropy", "kl")
 LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
@@ -91,17 +91,19 @@ class Report:
         self.took = self.written - begun
 
 
-def write_page(path: Path, runs: list[Row], compared: Row | None = None) -> None:
-    """Write the page atomically. A lone surrogate, which is not a character, becomes a question mark."""
-    replace_text(path, page(runs, compared).encode("utf-8", "replace").decode())
+def write_page(path: Path, runs: list[Row], compared: Row | None = None, more: tuple[Path, ...] = ()) -> None:
+    """Write the page atomically. A lone surrogate, which is not a character, becomes a question mark. more:
+    scripts for further sections, put before the last one, which draws the page."""
+    replace_text(path, page(runs, compared, more).encode("utf-8", "replace").decode())
 
 
-def page(runs: list[Row], compared: Row | None = None) -> str:
+def page(runs: list[Row], compared: Row | None = None, more: tuple[Path, ...] = ()) -> str:
     """The page as text."""
+    *first, last = [PAGE / f"{name}.js" for name in SCRIPTS]
     parts = {
         "title": html.escape(" · ".join(run["name"] for run in runs)),
         "style": (PAGE / "page.css").read_text(encoding="utf-8"),
-        "scripts": "\n".join((PAGE / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
+        "scripts": "\n".join(script.read_text(encoding="utf-8") for script in (*first, *more, last)),
         "data": embedded({"runs": runs, "compared": compared}),
     }
     text = (PAGE / "page.html").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 const one = () => !several();
 const SECTIONS = [
+  ["verdicts", "verdicts", () => several() && compared.trial, () => verdictSection()], // tools/trial.js
   ["rates", "rates", () => several() && compared.rates.length, ratesSection],
   ["happened", "events", () => one() && runs[0].events.length, happened],
   ["curves", "curves", () => runs.some((run) => run.curves.length), curves],

@@ -8,7 +8,7 @@ function silence(run) {
 function head() {
   const theme = choice("theme", [["auto"], ["light"], ["dark"]]);
   if (several()) {
-    const title = element("div", { class: "title" }, element("h1", {}, `${runs.length} runs compared`), theme);
+    const title = element("div", { class: "title" }, element("h1", {}, compared.title ?? `${runs.length} runs compared`), theme);
     return element("header", {}, title, runsTable());
   }
   const run = runs[0];
