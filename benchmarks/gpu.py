@@ -115,10 +115,7 @@ SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "norm and RoPE, compiled": (20, "norm_and_rope", "compiled"),
         "kernels of 16 decoding steps": (15, "decode_kernels"),
     },
-    "dpo": {
-        "DPO, ours": (40, "beside_trl", "dpo", "ours"),
-        "DPO, TRL": (40, "beside_trl", "dpo", "TRL"),
-    },
+    "dpo": {"DPO, ours": (40, "beside_trl", "dpo", "ours"), "DPO, TRL": (40, "beside_trl", "dpo", "TRL")},
 }
 QUICK = {
     "right": ["SFT, CPU", "SFT, bf16", "GRPO, CPU", "GRPO, bf16"],
@@ -204,20 +201,17 @@ def facts(device: str, tiny: bool) -> Row:
         if answer.returncode:
             why = (answer.stderr.strip().splitlines() or ["?"])[-1]
             raise SystemExit(
-                f"PyTorch finds no CUDA GPU here ({why}); a rehearsal: --device cpu --tiny --only right"
+                f"PyTorch finds no CUDA GPU here ({why}); a rehearsal at toy sizes: --device cpu --tiny"
             )
         card = answer.stdout.strip().splitlines()[-1]
     packed = CARRY / "rows" / "commit"  # where no .git travels
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    commit = described.stdout.strip() or (packed.read_text() if packed.exists() else "")
+    commit = packed.read_text() if packed.exists() else ""
+    if shutil.which("git") and (ROOT / ".git").exists():
+        words = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip() or commit
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-    return (
-        {"card": card + TOY * tiny}
-        | versions
-        | {"commit": commit or "unknown", "date": time.strftime("%Y-%m-%d")}
-    )
+    when = {"commit": commit or "unknown", "date": time.strftime("%Y-%m-%d")}
+    return {"card": card + TOY * tiny} | versions | when
 
 
 def lacks(section: str, tiny: bool) -> list[str]:
@@ -472,6 +466,9 @@ def pack(args: argparse.Namespace) -> None:
     import real_model
     import shakespeare
 
+    subprocess.run([sys.executable, str(HERE / "prepare.py"), str(rows / "inputs")], cwd=ROOT, check=True)
+    for name in ("inputs/tiny", "inputs/20m", "cache"):  # models of other benchmarks
+        shutil.rmtree(rows / name)
     if args.text:
         shakespeare.FOLDER = rows / "shakespeare"
         shakespeare.FOLDER.mkdir()

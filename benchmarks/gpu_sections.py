@@ -21,14 +21,13 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from compare import HERE, ROOT, failure, our_words, rate
+from compare import HERE, INPUTS, ROOT, WORK, failure, ours, peer, rate, run_process
 
 sys.path.insert(0, str(ROOT))
 
 from common.args import CommonArgs  # noqa: E402
 from common.collators import flat_batch  # noqa: E402
 from common.data import whole  # noqa: E402
-from common.data.order import Order  # noqa: E402
 from common.extras import cuda_graph  # noqa: E402
 from common.extras.dry_run import estimate  # noqa: E402
 from common.extras.fused_layers import use_fused_layers  # noqa: E402
@@ -56,8 +55,6 @@ SIZES = {  # hidden, MLP, layers, heads, key heads, size of a head, vocabulary
     "toy": (64, 128, 2, 4, 2, 16, 600),
 }
 Figures = dict[str, Any]
-# Folders that go with the process, and what is to be known of their rows.
-MADE: dict[str, tuple[tempfile.TemporaryDirectory, list[int]]] = {}
 
 
 class Bench:
@@ -124,20 +121,13 @@ class Bench:
         }
 
     def config(self, size: str) -> transformers.PreTrainedConfig:
-        hidden, mlp, layers, heads, key_heads, head, vocabulary = SIZES["toy" if self.tiny else size]
+        names = (
+            "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+        )
+        sizes = dict(zip([*names.split(), "vocab_size"], SIZES["toy" if self.tiny else size], strict=True))
+        special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
         return transformers.Qwen3Config(
-            hidden_size=hidden,
-            intermediate_size=mlp,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=key_heads,
-            head_dim=head,
-            vocab_size=vocabulary,
-            max_position_embeddings=32768,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=1,
-            pad_token_id=0,
+            max_position_embeddings=32768, tie_word_embeddings=True, **sizes, **special
         )
 
     def language_model(self, size: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -416,21 +406,12 @@ def generate(bench: Bench, prompts: list[list[int]], new: int) -> Callable[[int]
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=bench.device)
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=bench.device)
-    settings = transformers.GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=new,
-        min_new_tokens=new,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "min_new_tokens": new}
 
     @torch.no_grad()
     def draw(call: int) -> Any:
         torch.manual_seed(call)
-        return lm.generate(ids, attention_mask=mask, generation_config=settings)
+        return lm.generate(ids, attention_mask=mask, **options)
 
     return draw
 
@@ -500,6 +481,7 @@ def lowest(evaluations: list[list[float]]) -> Figures:
 
 
 MAKING = threading.Lock()
+TOY_FOLDERS: list[tempfile.TemporaryDirectory] = []  # they go with the process
 
 
 def shakespeare_recipe(bench: Bench) -> dict[str, Any]:
@@ -512,9 +494,9 @@ def shakespeare_recipe(bench: Bench) -> dict[str, Any]:
         return recipe
     config = {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 64, "dropout": 0.2}
     with MAKING:
-        if "shakespeare" not in MADE:
-            MADE["shakespeare"] = tempfile.TemporaryDirectory(), []
-            shakespeare.FOLDER = Path(MADE["shakespeare"][0].name)
+        if not TOY_FOLDERS:
+            TOY_FOLDERS.append(tempfile.TemporaryDirectory())
+            shakespeare.FOLDER = Path(TOY_FOLDERS[0].name)
             text = (ROOT / "data" / "pretrain" / "train.txt").read_text(encoding="utf-8")
             shakespeare.write_model(config, shakespeare.write_characters(text[:9999]))
     return recipe | {"config": config, "batch": 4, "steps": 4, "eval_steps": 2}
@@ -538,41 +520,24 @@ def shakespeare_nanogpt(bench: Bench, seed: int) -> Figures:
     shakespeare.write_windows(recipe, seed, tokenizer)
     options = {"config": recipe["config"] | {"vocab_size": len(tokenizer)}, "seed": seed, "weights": None}
     options |= {"learning_rate": shakespeare.LEARNING_RATE, "warmup": shakespeare.WARM_UP_STEPS}
-    options |= {
-        "held_out": str(shakespeare.FOLDER / "validation.npy"),
-        "eval_steps": recipe["eval_steps"],
-    }
+    options |= {"held_out": str(shakespeare.FOLDER / "validation.npy"), "eval_steps": recipe["eval_steps"]}
     spec = {"model": str(CARRY / "rows" / "nanoGPT"), "rows": str(shakespeare.FOLDER / "train.npy")}
     spec |= {"steps": recipe["steps"], "batch": recipe["batch"], "options": options}
     with tempfile.TemporaryDirectory() as name:
         Path(name, "spec.json").write_text(json.dumps(spec))
-        found = read_result("peer_nanogpt.py", [f"{name}/spec.json"], Path(name), most_seconds=100)
+        result = Path(name, "result.json")
+        command = [sys.executable, str(HERE / "peer_nanogpt.py"), str(result), f"{name}/spec.json"]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+            if done.returncode:
+                raise failure(done.stdout + done.stderr)
+        except subprocess.TimeoutExpired:
+            if not result.exists():
+                raise
+        found = json.loads(result.read_text())
     for windows in shakespeare.FOLDER.glob("*.npy"):  # hundreds of megabytes
         windows.unlink()
     return lowest(found["evaluations"])
-
-
-def read_result(
-    program: str,
-    words: list[str],
-    folder: Path,
-    precision: str = "no",
-    most_seconds: float | None = None,
-) -> Figures:
-    """The result.json that a script of this folder has written, also if it was ended after most_seconds."""
-    result = folder / "result.json"
-    env = os.environ | {"ACCELERATE_MIXED_PRECISION": precision, "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(HERE / program), str(result), *words]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=most_seconds
-        )
-        if done.returncode:
-            raise failure(done.stdout + done.stderr)
-    except subprocess.TimeoutExpired:
-        if not result.exists():
-            raise
-    return json.loads(result.read_text())
 
 
 def real_folder(bench: Bench) -> Path:
@@ -642,74 +607,65 @@ def real_grpo(bench: Bench) -> Figures:
 
 # --- trl, dpo: our script beside TRL's trainer --------------------------------------------------------------
 
-LENGTH = 1024
+
+def benchmark_rows() -> Path:
+    """The folder of sft.py's chats and dpo.py's pairs."""
+    for folder in (CARRY / "rows" / "inputs", INPUTS):
+        if (folder / "done").exists():
+            return folder
+    run_process([str(HERE / "prepare.py"), str(INPUTS)])
+    return INPUTS
 
 
-def inputs(bench: Bench, stage: str) -> tuple[Path, list[int]]:
-    """A folder with a model of random weights and rows, also in the order in which our run takes them; tokens, or
-    pairs, of each step."""
+@functools.cache
+def random_model(bench: Bench) -> tempfile.TemporaryDirectory:
+    """A folder with a model of 0.6B parameters and the tokenizer of those rows. It goes with the process."""
     import prepare
 
-    if stage in MADE:
-        return Path(MADE[stage][0].name), MADE[stage][1]
-    steps, batch = (4, 4) if bench.tiny else (24, 16)
-    made = tempfile.TemporaryDirectory()
-    folder = Path(made.name)
+    folder = tempfile.TemporaryDirectory()
     tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "data" / "base_model")
     tokenizer.chat_template = prepare.TEMPLATE
+    tokenizer.save_pretrained(folder.name)
     model = bench.language_model("0.6B")
-    # the toy's vocabulary is smaller than the tokenizer's
-    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size))
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    words = prepare.Words(tokenizer, 0)
-    make = prepare.chat if stage == "sft" else prepare.pair
-    rows = [make(words) for _ in range(steps * batch)]
-    order = Order([len(rows)], 0)
-    ordered = [rows[order[i]] for i in range(len(rows))]
-    for name, some in (("rows", rows), ("ordered", ordered)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-    amounts = [batch] * steps
-    if stage == "sft":
-        lengths = []
-        for row in ordered:
-            encoded = tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True)
-            lengths.append(len(encoded.input_ids))
-        amounts = [sum(lengths[i : i + batch]) for i in range(0, len(lengths), batch)]
-    MADE[stage] = made, amounts
-    return folder, amounts
+    model.resize_token_embeddings(max(len(tokenizer), model.config.vocab_size))  # the toy's has fewer tokens
+    model.save_pretrained(folder.name)
+    return folder
 
 
 def beside_trl(bench: Bench, stage: str, side: str) -> Figures:
     """The same model, rows, batches, learning rate and bfloat16 arithmetic over float32 weights. side: ours, TRL,
     or TRL that packs rows by best fit (bfd), in an order of its own."""
-    folder, amounts = inputs(bench, stage)
-    steps = len(amounts)
-    batch = 4 if bench.tiny else 16
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        if side == "ours":
-            words = ["--model_name_or_path", folder / "model", "--dataset_name", folder / "rows.jsonl"]
-            words += ["--max_length", LENGTH, "--per_device_train_batch_size", batch, "--max_steps", steps]
-            words += ["--output_dir", work / "run"]
-            words = our_words(f"train_{stage}.py", *words, cache=work / "cache")
-            found = read_result("ours.py", words, work, bench.precision)
-        else:
-            options = {"bf16": bench.precision == "bf16", "gradient_checkpointing": False}
-            if side == "TRL bfd":
-                options |= {"packing": True}
-                batch = batch // 4
-                steps = max(3, sum(amounts) // (batch * LENGTH) - 1)
-            spec = {
-                "kind": f"trl_{stage}",
-                "model": str(folder / "model"),
-                "rows": str(folder / "ordered.jsonl"),
-            }
-            spec |= {"steps": steps, "batch": batch, "options": options, "work": str(work / "trl")}
-            (work / "spec.json").write_text(json.dumps(spec))
-            found = read_result("peers.py", [str(work / "spec.json")], work)
-        if side == "TRL bfd":
-            amounts = [step["useful"] for step in found["batches"]]
+    steps, batch, length = (4, 4, 1024) if bench.tiny else (12, 16, 1024)
+    folder, model = benchmark_rows(), random_model(bench).name
+    name = {"sft": "chats", "dpo": "pairs"}[stage]
+    amounts = [batch] * steps
+    if stage == "sft":
+        lengths = json.loads((folder / "chats.lengths.json").read_text())
+        amounts = [sum(lengths[i * batch : (i + 1) * batch]) for i in range(steps)]
+    if side == "ours":
+        words = [
+            "--model_name_or_path",
+            model,
+            "--dataset_name",
+            folder / f"{name}.jsonl",
+            "--max_length",
+            length,
+        ]
+        words += ["--per_device_train_batch_size", batch, "--max_steps", steps]
+        run = ours(f"train_{stage}.py", *words, env={"ACCELERATE_MIXED_PRECISION": bench.precision})
+    else:
+        options: dict[str, Any] = {"bf16": bench.precision == "bf16", "gradient_checkpointing": False}
+        if side == "TRL bfd":  # rows of as many tokens
+            options["packing"] = True
+            steps, batch = max(3, sum(amounts) // (batch // 4 * length) - 1), batch // 4
+        run = peer(f"trl_{stage}", model, str(folder / f"{name}.ordered.jsonl"), steps, batch, **options)
+    WORK.mkdir(parents=True, exist_ok=True)
+    try:
+        found = run()
+    except SystemExit as error:
+        raise failure(str(error)) from None
+    if side == "TRL bfd":
+        amounts = [step["useful"] for step in found["batches"]]
     unit = "useful tokens/s" if stage == "sft" else "pairs/s"
     figures: Figures = {unit: round(rate(found, amounts), 2), "first loss": round(found["loss"][0], 4)}
     if bench.cuda:
@@ -764,15 +720,9 @@ def attention(bench: Bench, kernel: str) -> Figures:
 
 def head(bench: Bench, kind: str) -> Figures:
     """Forward and backward of 16,384 tokens with Qwen3's vocabulary."""
-    N, D, V = (128, 64, 600) if bench.tiny else (16384, 1024, 151936)
-    config = transformers.LlamaConfig(
-        hidden_size=D,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        vocab_size=V,
-        tie_word_embeddings=True,
-    )
+    N, config = (128 if bench.tiny else 16384), bench.config("0.6B")
+    D, V = config.hidden_size, config.vocab_size
+    config.num_hidden_layers = 1
     with bench.device:
         lm = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     weight = lm.get_output_embeddings().weight
