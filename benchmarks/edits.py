@@ -32,7 +32,9 @@ def main() -> None:
         try:
             shutil.copyfile(ROOT / script, copy)
             subprocess.run(["git", "apply", f"docs/edits/{edit}.diff"], cwd=ROOT, check=True)
-            subprocess.run([sys.executable, "-m", "tools.trial", *words], cwd=ROOT)  # its exit code is the verdict
+            subprocess.run(
+                [sys.executable, "-m", "tools.trial", *words], cwd=ROOT
+            )  # its exit code is the verdict
             found[edit] = json.loads((work / "trial.json").read_text())
             (work / "trial.json").unlink()
         finally:

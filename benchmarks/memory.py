@@ -3,7 +3,7 @@
 
     python benchmarks/memory.py                      # seconds for each model; no weights, no GPU, no network
     python benchmarks/memory.py --tokens 16384
-    python benchmarks/memory.py --measure            # on a GPU, or on benchmarks/standin: the peak of a step of two micro-batches
+    python benchmarks/memory.py --measure            # on a GPU: the peak of a step of two micro-batches
 
 The models have the sizes of their config.json on the Hub. Their weights are reserved and never written, so
 that they take no memory. QLoRA is LoRA with the linear layers of the blocks at 4 bits and 8 bits for the
@@ -66,18 +66,36 @@ def make(name: str, dtype: torch.dtype, device: str) -> torch.nn.Module:
     return lm
 
 
-def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], measure: bool) -> float:
-    """GiB."""
+def quantise(lm: torch.nn.Module, device: str) -> None:
+    """The linear layers of the blocks as --load_in_4bit loads them."""
+    import bitsandbytes
+
+    known = {"quant_type": "nf4", "compress_statistics": True}
+    for parent in list(lm.model.layers.modules()):
+        for name, linear in list(parent.named_children()):
+            if isinstance(linear, torch.nn.Linear):
+                has_bias = linear.bias is not None
+                layer = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, has_bias, **known)
+                layer.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **known)
+                setattr(parent, name, layer.to(device))
+    lm.is_loaded_in_4bit = True  # read by peft
+    use_plain_arithmetic(CommonArgs(load_in_4bit=True), lm)
+
+
+def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], measured_on: str | None) -> float:
+    """GiB. measured_on: a device; None: the estimate for a GPU."""
     register()
-    lm = make(name, dtype, "cuda" if measure else "cpu")
+    lm = make(name, dtype, measured_on or "cpu")
+    if measured_on and "QLoRA" in way:
+        quantise(lm, measured_on)
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     lm.set_attn_implementation(FLAT)
     if "LoRA" in way:
         lm = get_peft_model(lm, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
         lm.enable_input_require_grads()
     optim = "adamw_8bit" if "8bit" in way else "adamw"
-    if measure:
-        return peak(FlatModel(lm).train(), lengths, optim)
+    if measured_on:
+        return peak(FlatModel(lm).train(), lengths, optim, torch.device(measured_on))
     needed = estimate(
         FlatModel(lm),
         lengths,
@@ -92,37 +110,36 @@ def total(name: str, way: str, dtype: torch.dtype, lengths: list[int], measure: 
     return needed
 
 
-def peak(model: FlatModel, lengths: list[int], optim: str) -> float:
-    """GiB that the allocator has held at once in two steps of two micro-batches."""
-    torch.cuda.reset_peak_memory_stats()
+def peak(model: FlatModel, lengths: list[int], optim: str, device: torch.device) -> float:
+    """GiB that CUDA's allocator has held at once in two steps of two micro-batches; 0 on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     optimizer = make_optimizer(CommonArgs(optim=optim), model)
-    batch = flat_batch([[whole(np.arange(n))] for n in lengths], torch.device("cuda"))
+    batch = flat_batch([[whole(np.arange(n))] for n in lengths], device)
     for step in range(4):
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = model(batch, nll_weights=batch["loss_mask"]).nll
         loss.backward()
         del loss
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-    return torch.cuda.max_memory_allocated() / GIB
+    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch, in sequences of 1,024")
     parser.add_argument("--only", nargs="+", default=list(SIZES))
-    parser.add_argument("--measure", action="store_true", help="on a GPU; nan: it does not fit; not QLoRA")
+    parser.add_argument("--measure", action="store_true", help="on a GPU; nan: it does not fit")
     args = parser.parse_args()
     lengths = [1024] * max(1, args.tokens // 1024)
     first = True
     for name in args.only:
         found = {}
         for way, dtype in WAYS.items():
-            if args.measure and "QLoRA" in way:  # its kernels are bitsandbytes'
-                continue
             try:
-                found[way] = total(name, way, dtype, lengths, args.measure)
+                found[way] = total(name, way, dtype, lengths, "cuda" if args.measure else None)
             except torch.OutOfMemoryError:
                 found[way] = float("nan")
             gc.collect()  # a model and its parts know each other

@@ -75,13 +75,14 @@ def main() -> None:
     optimizer = model.configure_optimizers(0.1, options["learning_rate"], (0.9, 0.99), device)
     # its README's command for a CPU has --compile=False
     step_model = torch.compile(model) if device == "cuda" else model
-    evaluations = []
+    evaluations = clock.result["evaluations"] = []
 
     clock.begin()
     for step in range(steps):
         if options["eval_steps"] and step % options["eval_steps"] == 0:
             with precision:
                 evaluations.append([step, loss_of(model, held_out, device)])
+            clock.write(sys.argv[1])  # for one who ends it before its end
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps, options["warmup"], options["learning_rate"])
         x, y = inputs_and_targets(rows[step * spec["batch"] : (step + 1) * spec["batch"]], device)
@@ -97,7 +98,6 @@ def main() -> None:
     if options["eval_steps"]:
         with precision:
             evaluations.append([steps, loss_of(model, held_out, device)])
-    clock.result["evaluations"] = evaluations
     clock.write(sys.argv[1])
 
 

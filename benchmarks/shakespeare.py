@@ -59,7 +59,10 @@ def write_text(path: Path) -> Tokenizer:
     text = path.read_bytes()
     if hashlib.sha256(text).hexdigest() != SHA256:
         raise SystemExit(f"{path}: not char-rnn's data/tinyshakespeare/input.txt (its SHA-256 is another)")
-    text = text.decode()
+    return write_characters(text.decode())
+
+
+def write_characters(text: str) -> Tokenizer:
     cut = len(text) * 9 // 10
     for name, part in {"train": text[:cut], "validation": text[cut:]}.items():
         (FOLDER / f"{name}.jsonl").write_text(json.dumps({"text": part}) + "\n")
