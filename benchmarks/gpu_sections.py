@@ -28,18 +28,20 @@ sys.path.insert(0, str(ROOT))
 from common.args import CommonArgs  # noqa: E402
 from common.collators import flat_batch  # noqa: E402
 from common.data import whole  # noqa: E402
-from common.extras import cuda_graph  # noqa: E402
-from common.extras.dry_run import estimate  # noqa: E402
-from common.extras.fused_layers import use_fused_layers  # noqa: E402
-from common.extras.mfu import flops_per_token, peak_flops  # noqa: E402
 from common.losses import grpo_loss  # noqa: E402
 from common.memory import empty_caches  # noqa: E402
 from common.model import FlatModel, make_optimizer  # noqa: E402
 from common.model.attention import FLAT, flat_attention, plan_flat_row, register  # noqa: E402
+from common.model.fused_layers import use_fused_layers  # noqa: E402
 from common.model.lm_head import weighted_nll  # noqa: E402
 from common.model.load import compile_layers  # noqa: E402
 from common.model.wrap import wrap  # noqa: E402
-from common.sampling import sample  # noqa: E402
+from common.run.dry_run import estimate  # noqa: E402
+from common.run.parts.mfu import flops_per_token, peak_flops  # noqa: E402
+from common.sampling import (
+    cuda_graph,  # noqa: E402
+    sample,  # noqa: E402
+)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402

@@ -23,6 +23,7 @@ from common.data import whole
 from common.model import make_optimizer
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
+from common.model.quantised import use_plain_arithmetic
 from common.run.dry_run import GIB, estimate, nbytes
 import numpy as np
 from peft import LoraConfig, get_peft_model

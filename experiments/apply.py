@@ -98,7 +98,7 @@ def write(name: str) -> None:
     if path.exists() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"experiments/{path.name} exists, with other lines: rename or delete it")
     path.write_text(text, encoding="utf-8")
-    say(f"experiments/{path.name}: accelerate launch -m experiments.train_{name}")
+    say(f"experiments/{path.name}: python -m experiments.train_{name}")
 
 
 def refresh(name: str) -> None:
