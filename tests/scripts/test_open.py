@@ -100,8 +100,8 @@ def write_chats(path, seed, count=12):
 
 FIELDS = {
     "encode": (
-        "    return [tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)]\n",
-        "    sequence = tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)\n"
+        "    return tokenize_chat(as_chat(row), tokenizer, train_on=args.train_on, max_length=args.max_length)\n",
+        "    (sequence,) = tokenize_chat(as_chat(row), tokenizer, max_length=args.max_length)\n"
         "    n = len(sequence['input_ids'])\n"
         "    fades = np.linspace(1.0, 0.2, n) * row['weight']\n"
         "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
@@ -156,6 +156,38 @@ def test_any_field_of_encode_arrives_in_the_batch(way, train, tmp_path):
     assert row["weighted"] == pytest.approx(by_hand(rows, 14 if way == "cut" else 1024), rel=1e-4)
     assert row["score"] == np.mean([r["score"] for r in rows])  # not rounded to float32
     assert row["weight"] == pytest.approx(np.mean([r["weight"] for r in rows]), rel=1e-6)
+
+
+RATERS = FIELDS | {
+    "encode": (
+        FIELDS["encode"][0],
+        "    (sequence,) = tokenize_chat(as_chat(row), tokenizer, max_length=args.max_length)\n"
+        "    trained = sequence['loss_mask']\n"
+        "    return [\n"
+        "        sequence | {'token_weight': trained * weight, 'score': i, 'weight': weight}\n"
+        "        for i, weight in enumerate(row['raters'])\n"
+        "    ]\n",
+    ),
+}
+
+
+def test_an_answer_may_have_any_number_of_raters(train, tmp_path):
+    """Each rating is a sequence of its own; their number differs from row to row."""
+    rows = write_chats(tmp_path / "rows.jsonl", seed=0)
+    for i, row in enumerate(rows):
+        row["raters"] = [0.5 + n for n in range(i % 3 + 1)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    lm, total, weights = exact(BASE), 0.0, 0.0
+    for row in rows:
+        ids = ids_of(tokenizer().apply_chat_template(row["messages"], tokenize=False))
+        start, last = len(prompt_ids(row["messages"][:1])), len(ids) - 1  # a line break, not trained
+        with torch.no_grad():
+            total -= sum(row["raters"]) * float(token_scores(lm, ids)[0][start - 1 : last - 1].sum())
+        weights += sum(row["raters"]) * (last - start)
+    source = changed(**RATERS).replace("import torch\n", f"import torch\n{BLOCKS.format(len(rows))}")
+    flags = ["--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "1"]
+    (row,) = train_metrics(train(source, *flags, "--per_device_train_batch_size", len(rows)))
+    assert row["weighted"] == pytest.approx(total / weights, rel=1e-4)
 
 
 # --- any module ---------------------------------------------------------------------------------------------
