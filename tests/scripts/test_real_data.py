@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from common.args import CommonArgs
-from common.data.chat import end_of_turn
+from common.data.chat import ends_of_turns
 from common.data.formats import as_chat, as_preference
 from common.data.sources import Source, load_rows
 from common.data.tokens import tokenize_messages, tokenize_pair, tokenize_prompt
@@ -52,15 +52,17 @@ def tokenizer_of(name: str, template: str | None = None):
     return load_tokenizer(CommonArgs(chat_template=template), DATA / "tokenizers" / name)
 
 
-def assert_trained(sequence, turns, tokenizer):
+def assert_trained(sequences, turns, tokenizer):
     """Each answer and its end, and nothing else."""
-    mask = sequence["loss_mask"].astype(bool)
-    parts = np.split(np.arange(len(mask)), np.flatnonzero(np.diff(mask)) + 1)
-    parts = [sequence["input_ids"][part] for part in parts if mask[part[0]]]
+    parts = []
+    for sequence in sequences:
+        mask = sequence["loss_mask"].astype(bool)
+        stretches = np.split(np.arange(len(mask)), np.flatnonzero(np.diff(mask)) + 1)
+        parts += [sequence["input_ids"][stretch] for stretch in stretches if mask[stretch[0]]]
     texts = [
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in parts
     ]
-    end = end_of_turn(tokenizer)
+    end = ends_of_turns(tokenizer)[0]
     assert all(text.endswith(end) for text in texts)
     for text, turn in zip(texts, [turn for turn in turns if turn["role"] == "assistant"], strict=True):
         said, calls = text.removesuffix(end).strip(BORDER), turn.get("tool_calls", [])
@@ -86,19 +88,21 @@ def test_what_is_trained_in_a_chat_is_every_answer_and_its_end(file, name, templ
 
     def check(row):
         chat = as_chat(row)
-        sequence = tokenize_messages(chat["messages"], tokenizer, tools=chat["tools"])
-        assert_trained(sequence, chat["messages"], tokenizer)
-        start = int(sequence["loss_mask"].argmax())
-        prompt = next(i for i, m in enumerate(chat["messages"]) if m["role"] == "assistant")
-        if prompt:
-            prompt_ids = tokenize_prompt(chat["messages"][:prompt], tokenizer, chat["tools"])
-            assert sequence["input_ids"][:start].tolist() == prompt_ids
+        messages, tools = chat["messages"], chat.get("tools")
+        sequences = tokenize_messages(messages, tokenizer, tools=tools)
+        assert_trained(sequences, messages, tokenizer)
+        prompts = []
+        for sequence in sequences:
+            mask, ids = sequence["loss_mask"], sequence["input_ids"].tolist()
+            prompts += [ids[:i] for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        assert prompts == [tokenize_prompt(messages[:i], tokenizer, tools) for i in answers]
 
     # Templates without tool calls, and the few rows with an empty answer.
     tolerated = (
         "empty output",
         "empty answer",
-        "starts with the assistant" if name == "minimind" else "no place for tool calls",
+        "refuses it" if name == "minimind" else "no place for tool",
     )
     check_rows(rows_of("sft", file), check, tolerated)
 
@@ -110,10 +114,10 @@ def test_both_sides_of_a_pair_share_the_prompt_and_train_the_answer(file, name, 
 
     def check(row):
         row = as_preference(row)
-        pair = tokenize_pair(row["prompt"], row["chosen"], row["rejected"], tokenizer, 100_000)
+        pair = tokenize_pair(row, tokenizer, 100_000)
         prompt = tokenize_prompt(row["prompt"], tokenizer)
         for side, sequence in zip(("chosen", "rejected"), pair, strict=True):
             assert sequence["input_ids"][: len(prompt)].tolist() == prompt
-            assert_trained(sequence, row[side], tokenizer)
+            assert_trained([sequence], row[side], tokenizer)
 
     check_rows(rows_of("dpo", file), check, ("empty answer", "chosen equals rejected", "no shared prompt"))
