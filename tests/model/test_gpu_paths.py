@@ -216,7 +216,7 @@ def test_the_compiler_makes_no_graph_for_other_numbers_of_tokens(device, hidden_
     torch.compiler.reset()
     counters.clear()
     chooses = []  # between kernels, by the number of tokens
-    config = tiny_config("llama")
+    config = tiny_config("qwen3")
     config.update({"hidden_size": hidden_size, "head_dim": 64, "max_position_embeddings": 4096})
     model = wrap(transformers.AutoModelForCausalLM.from_config(config)).to(device).train()
     compile_layers(model)
