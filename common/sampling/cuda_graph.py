@@ -4,6 +4,7 @@ one by one, its few hundred kernels of microseconds each would leave the device 
 from collections.abc import Callable, Iterator
 import contextlib
 import functools
+import warnings
 
 from common.errors import say
 from common.memory import compute_dtype, is_oom
@@ -82,7 +83,10 @@ class StepGraph:
 def waiting_is_an_error() -> Iterator[None]:
     """Context in which a call that synchronises with the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        # it may miss such calls; the capture finds those
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

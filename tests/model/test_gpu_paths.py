@@ -76,6 +76,48 @@ def test_which_kernel_a_gpu_is_asked_for(dtype, masked, head, capability, knows,
 
 
 @pytest.mark.parametrize(
+    "capability, lengths, window, first",
+    [
+        ((9, 0), (512, 512), None, True),
+        ((9, 0), (1024,), None, True),
+        ((9, 0), (500, 500), None, False),  # a length that may not come again
+        ((9, 0), (512, 1024), None, False),
+        ((9, 0), (512, 512), 64, False),  # a mask, which the varlen kernel does without
+        ((8, 0), (512, 512), None, False),
+        ((10, 0), (512, 512), None, False),
+    ],
+)
+def test_a_hopper_asks_cudnn_first_for_equal_sequences(capability, lengths, window, first, monkeypatch):
+    asked, with_kernels = [], attention.sdpa_kernel
+
+    def watched(backends, set_priority):
+        asked.append((backends[0].name, set_priority))
+        return with_kernels(backends, set_priority)
+
+    monkeypatch.setattr(attention, "sdpa_kernel", watched)
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2)]
+    outputs = []
+    for kind in ((0, 0), capability):
+        monkeypatch.setattr(attention, "capability", lambda device, kind=kind: kind)
+        row = attention.plan_flat_row(lengths, CPU)
+        assert not asked
+        outputs.append(attention.flat_attention(None, *inputs, None, sliding_window=window, flat_row=row)[0])
+    assert asked == [("CUDNN_ATTENTION", True)] * first
+    torch.testing.assert_close(*outputs)
+
+
+def test_no_buckets_are_planned_for_the_varlen_kernel(monkeypatch):
+    """But for what it does not take, here float32."""
+    inputs = [torch.randn(1, 2, 12, 8) for _ in range(3)]
+    wanted = attention.flat_attention(None, *inputs, None, flat_row=attention.plan_flat_row([3, 9], CPU))
+    monkeypatch.setattr(attention, "capability", lambda device: (8, 0))
+    row = attention.plan_flat_row([3, 9], CPU)
+    assert row.ragged is not None and row.buckets is None
+    assert torch.equal(attention.flat_attention(None, *inputs, None, flat_row=row)[0], wanted[0])
+
+
+@pytest.mark.parametrize(
     "free, tokens, wanted",
     [(100, 500, range(700, 1000)), (100, 4000, range(128, 129)), (1, 500, range(128, 129))],
 )
@@ -216,7 +258,7 @@ def test_the_compiler_makes_no_graph_for_other_numbers_of_tokens(device, hidden_
     torch.compiler.reset()
     counters.clear()
     chooses = []  # between kernels, by the number of tokens
-    config = tiny_config("llama")
+    config = tiny_config("qwen3")
     config.update({"hidden_size": hidden_size, "head_dim": 64, "max_position_embeddings": 4096})
     model = wrap(transformers.AutoModelForCausalLM.from_config(config)).to(device).train()
     compile_layers(model)

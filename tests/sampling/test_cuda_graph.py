@@ -7,10 +7,11 @@ What only a GPU shows is in tests marked `gpu`, at the end.
 import contextlib
 import itertools
 from types import SimpleNamespace
+import warnings
 import weakref
 
 from common.model.wrap import wrap
-from common.sampling.cuda_graph import StepGraph, shared
+from common.sampling.cuda_graph import StepGraph, shared, waiting_is_an_error
 from common.sampling.generate import FlatDecoder, generating
 import numpy as np
 import pytest
@@ -159,6 +160,19 @@ def test_a_cache_goes_with_its_decoder(device):
 
 
 ON_GPU = {"atol": 1e-4, "rtol": 1e-4}
+
+
+def test_torch_does_not_warn_of_its_mode(monkeypatch, recwarn):
+    """Which says nothing to the user of a script."""
+
+    def set_mode(mode):
+        warnings.warn(f"Synchronization debug mode is a prototype feature ({mode})", stacklevel=2)
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with waiting_is_an_error():
+        warnings.warn("another", stacklevel=1)
+    assert [str(each.message) for each in recwarn][0] == "another"
 
 
 @pytest.mark.gpu
