@@ -169,7 +169,6 @@ def plan_buckets(row: FlatRow) -> None:
             Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys)
         )
     inverse = inverse if first is None else inverse[first]
-    inverse = inverse if first is None else inverse[first]
     in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
     row.buckets, row.inverse = buckets, None if in_order else to_device(inverse, device)
 
