@@ -468,7 +468,7 @@ def pack(args: argparse.Namespace) -> None:
 
     subprocess.run([sys.executable, str(HERE / "prepare.py"), str(rows / "inputs")], cwd=ROOT, check=True)
     for name in ("inputs/tiny", "inputs/20m", "cache"):  # models of other benchmarks
-        shutil.rmtree(rows / name)
+        shutil.rmtree(rows / name, ignore_errors=True)
     if args.text:
         shakespeare.FOLDER = rows / "shakespeare"
         shakespeare.FOLDER.mkdir()

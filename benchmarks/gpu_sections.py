@@ -38,10 +38,8 @@ from common.model.load import compile_layers  # noqa: E402
 from common.model.wrap import wrap  # noqa: E402
 from common.run.dry_run import estimate  # noqa: E402
 from common.run.parts.mfu import flops_per_token, peak_flops  # noqa: E402
-from common.sampling import (
-    cuda_graph,  # noqa: E402
-    sample,  # noqa: E402
-)
+from common.sampling import cuda_graph, sample  # noqa: E402
+from common.sampling import generate as decoding
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
@@ -219,9 +217,13 @@ def ceilings(bench: Bench) -> Figures:
 
 def gpu_tests(bench: Bench) -> Figures:
     """The tests that need a GPU."""
-    files = "tests/model/test_attention.py tests/model/test_lm_head.py tests/extras/test_cuda_graph.py"
-    words = f"-m pytest -o addopts= -m gpu {files}" + " --collect-only -q" * (not bench.cuda)
-    done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, *"-m pytest -o addopts= -m gpu".split()]
+    for file in sorted((ROOT / "tests").rglob("test_*.py")):
+        if "mark.gpu" in file.read_text(encoding="utf-8"):
+            command.append(str(file))
+    if not bench.cuda:
+        command += ["--collect-only", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         failed = re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.M)
         raise RuntimeError("; ".join(failed) or (done.stdout + done.stderr)[-300:])
@@ -384,9 +386,9 @@ def sampling(bench: Bench, rows: int, new: int, how: str) -> Figures:
         work = generate(bench, prompts, new)
     else:
         work = sampler(bench, wrap(bench.language_model("0.6B").eval()), prompts, new)
-    with_graphs = cuda_graph.StepGraph
+    with_graphs = decoding.StepGraph
     if how == "no graphs":
-        cuda_graph.StepGraph = lambda: lambda step, tokens, *_: step(tokens)
+        decoding.StepGraph = lambda: lambda step, tokens, *_: step(tokens)
     try:
         work(0)
         counts["captures"] = 0
@@ -396,7 +398,7 @@ def sampling(bench: Bench, rows: int, new: int, how: str) -> Figures:
         bench.wait()
         took = time.perf_counter() - began
     finally:
-        cuda_graph.StepGraph = with_graphs
+        decoding.StepGraph = with_graphs
     figures = {"tokens/s": round(rows * new / took), "ms a token of all rows": round(1000 * took / new, 2)}
     if how == "graphs":
         figures |= counts
