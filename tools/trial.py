@@ -102,39 +102,27 @@ def main(words: list[str] | None = None) -> int:
         raise UserError(f"{parent.name} failed: {parent.failed}")
     metric, sign = choose_metric(args.metric, parent.outcomes[0])
     compared = [side for side in others if not side.failed]
-    table = verdicts(
-        parent.outcomes, {side.name: side.outcomes for side in compared}, metric, sign, args.alpha
-    )
-    words_of_sides = {
-        side.name: table[side.name][0]["word"] if side in compared else "failed" for side in others
-    }
-    trial: Row = {
-        "metric": metric,
-        "higher_is_better": sign > 0,
-        "alpha": args.alpha,
-        "seeds": args.seeds,
-        "parent": {"name": parent.name, "command": shlex.join(parent.words)},
-        "sides": [
-            {
-                "name": side.name,
-                "command": shlex.join(side.words),
-                "verdict": words_of_sides[side.name],
-                "failed": side.failed,
-                "metrics": table.get(side.name, []),
-            }
-            for side in others
-        ],
-    }
+    runs = {side.name: side.outcomes for side in compared}
+    table = verdicts(parent.outcomes, runs, metric, sign, args.alpha)
+    known = []
+    for side in others:
+        rows = table.get(side.name, [])
+        verdict = rows[0]["word"] if rows else "failed"
+        about = {"name": side.name, "command": shlex.join(side.words), "verdict": verdict}
+        known.append(about | {"failed": side.failed, "metrics": rows})
+    trial: Row = {"metric": metric, "higher_is_better": sign > 0, "alpha": args.alpha, "seeds": args.seeds}
+    trial["parent"] = {"name": parent.name, "command": shlex.join(parent.words)}
+    trial["sides"] = known
     if args.again:
         trial["noise"] = noise_floor([*parent.outcomes, *others[0].outcomes], len(args.seeds))
     say("\n".join(console(trial)))
     folder = Path(args.output_dir)
     replace_text(folder / "trial.json", json.dumps(trial, indent=1) + "\n")
     if compared:
-        write_trial(folder / "trial.html", trial, {side.name: side.outcomes for side in [parent, *compared]})
+        write_trial(folder / "trial.html", trial, {parent.name: parent.outcomes, **runs})
         say(f"{folder / 'trial.html'}: open it in a browser")
-    best = next(word for word in CODES if word in words_of_sides.values())
-    return CODES[best]
+    words_found = [side["verdict"] for side in known]
+    return next(code for word, code in CODES.items() if word in words_found)
 
 
 # --- the sides ----------------------------------------------------------------------------------------------
@@ -297,7 +285,7 @@ def start(job: Job, launcher: str) -> subprocess.Popen:
 
 
 def made_of(job: Job) -> Row:
-    """The words of a run, the files that they name, and settings from the environment."""
+    """The words of a run, and hashes of the files that they name."""
     files = {}
     for word in job.words:
         path = Path(re.sub(r"\.py:\w+$", ".py", word))
@@ -306,12 +294,7 @@ def made_of(job: Job) -> Row:
             files[str(path)] = hashlib.sha256(code.encode()).hexdigest()
         elif path.is_file():
             files[str(path)] = file_hash(path)
-    settings = {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith("PLAINLOOP_") and "WEBHOOK" not in name
-    }
-    return {"words": job.words, "files": files, "environment": settings}
+    return {"words": job.words, "files": files}
 
 
 def refuse_edited(job: Job) -> None:

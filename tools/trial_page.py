@@ -4,17 +4,15 @@ import difflib
 from pathlib import Path
 import shlex
 import statistics
-from typing import Any
 
 from common.run.parts.report import cut, describe_run, embedded, prompt_text, scores_of, write_page
 
 from tools.report import differing
-from tools.trial_statistics import MORE_PROMPTS, POWER
-from tools.trial_verdict import Outcome, Row
+from tools.trial_statistics import POWER
+from tools.trial_verdict import UNKNOWN, Outcome, Row
 
 SCRIPT = Path(__file__).with_name("trial.js")  # of the page: what report.html does not have
-PROMPTS, SIZE = 200, 1_000_000  # of the page, at most; bytes
-EVALUATED = "eval_"
+TEXT, SIZE = 600, 1_000_000  # characters of a completion, bytes of all of them
 
 
 # --- the console --------------------------------------------------------------------------------------------
@@ -29,20 +27,16 @@ def console(trial: Row) -> list[str]:
         f"{trial['metric']}, {better} is better, against {trial['parent']['name']}: {asked_of(trial)}",
     ]
     if sides:
-        lines += table("side", [[side["name"], *cells(side["metrics"][0])] for side in sides])
+        rows = [[side["name"], *cells(side["metrics"][0])] for side in sides]
+        lines += table("side", rows)
     if len(sides) == 1:
-        rows = sides[0]["metrics"][1:]
-        lines += [
-            "",
-            f"other metrics, p corrected for their number ({sum(row['p'] is not None for row in rows)})",
-        ]
-        lines += table("metric", [[row["metric"], *cells(row)] for row in rows])
+        rows = [[row["metric"], *cells(row)] for row in sides[0]["metrics"][1:]]
+        lines += ["", "other metrics, p corrected for their number", *table("metric", rows)]
     for row in trial.get("noise", []):
-        if row["metric"].startswith(EVALUATED):
-            lines.append(
-                f"noise of {row['metric']}: {row['mean']:.4g} ± {row['spread']:.2g}; by chance two runs are up to "
-                f"{row['of_runs']:.2g} apart, two means of {len(trial['seeds'])} up to {row['of_means']:.2g} (95 %)"
-            )
+        lines.append(
+            f"noise of {row['metric']}: {row['mean']:.4g} ± {row['spread']:.2g}; by chance two runs are up to "
+            f"{row['of_runs']:.2g} apart, two means of {len(trial['seeds'])} up to {row['of_means']:.2g} (95 %)"
+        )
     lines.append("")
     for side in trial["sides"]:
         lines.append(f"{side['name']}: {side['verdict']}{because(side)}")
@@ -51,41 +45,35 @@ def console(trial: Row) -> list[str]:
 
 def asked_of(trial: Row) -> str:
     """How much the trial has seen."""
-    seeds = len(trial["seeds"])
-    parts = [f"{seeds} seeds" if seeds > 1 else "one seed, which says nothing about seeds: p is over prompts"]
-    prompts = {side["metrics"][0]["prompts"] for side in trial["sides"] if side["metrics"]} - {0}
-    parts += [f"{count} prompts" for count in prompts]
-    sides = len(trial["sides"])
-    parts += [f"p corrected for {sides} sides"] if sides > 1 else []
-    return ", ".join(parts)
+    seeds, sides = len(trial["seeds"]), trial["sides"]
+    seen = f"{seeds} seeds" if seeds > 1 else "one seed, which says nothing about seeds: p is over prompts"
+    prompts = max((side["metrics"][0]["prompts"] for side in sides if side["metrics"]), default=0)
+    seen += f", {prompts} prompts" if prompts else ""
+    return f"{seen}, p corrected for {len(sides)} sides" if len(sides) > 1 else seen
 
 
 def because(side: Row) -> str:
     """What stands after the word of a side."""
     if side["failed"]:
         return f" ({side['failed']})"
-    evaluated = [row for row in side["metrics"] if row["metric"].startswith(EVALUATED)]
+    evaluated = [row for row in side["metrics"] if row["metric"].startswith("eval_")]
     if all(row["parent"] == row["side"] for row in evaluated):
         return "; every evaluation is the same: does the edit do anything?"
+    if side["verdict"] != UNKNOWN or len(side["metrics"][0]["side"]) < 2:
+        return ""
     needs = side["metrics"][0]["needs"]
     if needs is None:
-        return ""
-    how = "more prompts" if needs == MORE_PROMPTS else f"{needs} seeds"
-    return f"; a difference like this one needs {how} (found {POWER:.0%} of the time)"
+        return "; more seeds alone would not tell such a difference apart"
+    return f"; a difference like this one needs {needs} seeds (found {POWER:.0%} of the time)"
 
 
 def cells(row: Row) -> list[str]:
-    ends = row["interval"]
-    between = f"{ends[0]:+.3g} … {ends[1]:+.3g}" if ends else "–"
-    p = "–" if row["p"] is None else "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
-    return [
-        mean_of(row["parent"]),
-        mean_of(row["side"]),
-        f"{row['difference']:+.3g}",
-        between,
-        p,
-        row["word"],
-    ]
+    low, high = row["interval"] or (0.0, 0.0)
+    between = f"{low:+.3g} … {high:+.3g}" if row["interval"] else "–"
+    p = "–" if row["p"] is None else f"{row['p']:.3f}"
+    p = "< 0.001" if p == "0.000" else p
+    means = [mean_of(row["parent"]), mean_of(row["side"])]
+    return [*means, f"{row['difference']:+.3g}", between, p, row["word"]]
 
 
 def mean_of(values: list[float]) -> str:
@@ -96,7 +84,11 @@ def mean_of(values: list[float]) -> str:
 def table(first: str, rows: list[list[str]]) -> list[str]:
     head = [first, "parent", "here", "difference", "95 % interval", "p", ""]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *rows)]
+    lines = []
+    for row in (head, *rows):
+        line = "  ".join(map(str.ljust, row, widths))
+        lines.append(line.rstrip())
+    return lines
 
 
 # --- the page -----------------------------------------------------------------------------------------------
@@ -104,118 +96,72 @@ def table(first: str, rows: list[list[str]]) -> list[str]:
 
 def write_trial(file: Path, trial: Row, outcomes: dict[str, list[Outcome]]) -> None:
     """trial.html: a comparison of report.html, with a side, all of its seeds, in the place of a run."""
-    sides = []
-    samples = samples_of(outcomes)
+    room = SIZE / sum(map(len, outcomes.values()))
+    merged = []
     for name, runs in outcomes.items():
-        sides.append(
-            side_of([describe_run(run.folder) for run in runs]) | {"name": name, "samples": samples[name]}
-        )
-    parent = outcomes[trial["parent"]["name"]][0]
-    shown = []
+        side = merge([describe_run(run.folder) for run in runs])
+        merged.append(side | {"name": name, "samples": samples_of(runs, room)})
+    parent = trial["parent"]
+    original = script_of(parent, outcomes[parent["name"]])
+    sides = []
     for side in trial["sides"]:
         runs = outcomes.get(side["name"])
-        diff = diff_of(parent, script_of(trial["parent"]), runs[0], script_of(side)) if runs else []
-        shown.append(side | {"diff": diff, "needs": because(side)})
-    about = trial | {"sides": shown, "asked": asked_of(trial)}
-    settings = [row for row in differing(sides) if row[0] != "seed"]
-    copies = shown[0]["name"] if len(shown) == 1 else f"{len(shown)} sides"
-    words = [side["verdict"] for side in shown]
-    counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
-    told = words[0] if len(shown) == 1 else counts
-    title = f"{copies} against {trial['parent']['name']}: {told}"
-    write_page(file, sides, {"title": title, "settings": settings, "rates": [], "trial": about}, (SCRIPT,))
+        diff = diff_of(original, script_of(side, runs)) if runs else []
+        sides.append(side | {"diff": diff, "because": because(side)})
+    words = [side["verdict"] for side in sides]
+    told = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+    title = f"{sides[0]['name']} against {parent['name']}: {words[0]}"
+    if len(sides) > 1:
+        title = f"{len(sides)} sides against {parent['name']}: {told}"
+    settings = [row for row in differing(merged) if row[0] != "seed"]
+    about = trial | {"sides": sides, "asked": asked_of(trial)}
+    write_page(file, merged, {"title": title, "settings": settings, "rates": [], "trial": about}, (SCRIPT,))
 
 
-def script_of(side: Row) -> str:
-    return Path(shlex.split(side["command"])[0]).name
-
-
-def side_of(runs: list[Row]) -> Row:
+def merge(runs: list[Row]) -> Row:
     """Runs that differ by their seed as one: each curve is their mean, between the lowest and the highest."""
-    first = runs[0]
     curves = []
-    for curve in first["curves"]:
+    for curve in runs[0]["curves"]:
         same = []
         for run in runs:
-            same += [other for other in run["curves"] if other["name"] == curve["name"]]
-        points = min(len(other["y"]) for other in same)
-        columns = list(zip(*(other["y"][:points] for other in same), strict=True))
-        lows = list(zip(*(other.get("low", other["y"])[:points] for other in same), strict=True))
-        highs = list(zip(*(other.get("high", other["y"])[:points] for other in same), strict=True))
-        mean = [statistics.mean(column) for column in columns]
-        band = {"low": [min(column) for column in lows], "high": [max(column) for column in highs]}
-        curves.append(curve | {"x": curve["x"][:points], "y": mean} | band)
-    constant = {}
-    for name, value in first["constant"].items():
-        if all(run["constant"].get(name) == value for run in runs):
-            constant[name] = value
-    merged = {"curves": curves, "constant": constant, "events": [], "completions": None, "regression": None}
-    for name in ("before", "after"):
-        merged[name] = {
-            key: statistics.mean(run[name].get(key, value) for run in runs)
-            for key, value in first[name].items()
-        }
-    for name in ("seconds", "tokens", "step"):
-        known = [run[name] for run in runs if run[name] is not None]
-        merged[name] = statistics.mean(known) if known else None
-    return first | merged
+            same += [other["y"] for other in run["curves"] if other["name"] == curve["name"]]
+        points = list(zip(*same, strict=False))  # of a run that ended early fewer
+        parts = {"x": curve["x"][: len(points)], "y": [statistics.mean(values) for values in points]}
+        parts |= {"low": [min(values) for values in points], "high": [max(values) for values in points]}
+        curves.append(curve | parts)
+    after = {}
+    for name in runs[0]["after"]:
+        after[name] = statistics.mean(run["after"][name] for run in runs if name in run["after"])
+    return runs[0] | {"curves": curves, "after": after, "events": [], "completions": None, "regression": None}
 
 
-def samples_of(outcomes: dict[str, list[Outcome]]) -> dict[str, Row | None]:
-    """For each side the completions of all its seeds, as samples of report.html; the prompts on which sides
-    differ most come first."""
-    every = [run for runs in outcomes.values() for run in runs]
-    numbers = range(len(every[0].samples))
-    if not numbers:
-        return dict.fromkeys(outcomes)
-    names = list(scores_of(every[0].samples[0]))
-    columns = {name: [] for name in outcomes}
-    for number in numbers:
-        for side, runs in outcomes.items():
-            columns[side].append(sample(number, runs, names))
-
-    def apart(number: int) -> float:
-        spread = 0.0
-        for name in names[:1]:
-            means = [columns[side][number]["scores"][name][0] or 0.0 for side in outcomes]
-            spread = max(means) - min(means)
-        return -spread
-
-    kept, left = [], SIZE
-    for number in sorted(numbers, key=apart)[:PROMPTS]:
-        left -= sum(len(embedded(columns[side][number])) for side in outcomes)
-        if left < 0 and kept:
+def samples_of(runs: list[Outcome], room: float) -> Row | None:
+    """The completions of a side as samples of report.html: of a prompt those of all seeds, a line each, with
+    their mean scores; as many prompts as there is room for, in bytes of a run."""
+    prompts = []
+    for number, row in enumerate(runs[0].samples):
+        every = [run.samples[number] for run in runs]
+        scores = {}
+        for name in scores_of(row):
+            known = [sample[name] for sample in every if sample[name] is not None]
+            scores[name] = [statistics.mean(known) if known else None]
+        texts = dict.fromkeys(cut(sample["completion"], TEXT) for sample in every)
+        prompt = {"prompt": prompt_text(row), "temperature": row["temperature"], "scores": scores}
+        prompts.append(prompt | {"texts": ["\n".join(texts)]})
+        room -= len(embedded(prompts[-1])) / len(runs)
+        if room < 0:
             break
-        kept.append(number)
-    steps = [every[0].samples[0]["step"]]
-    found: dict[str, Row | None] = {}
-    for side in outcomes:
-        prompts = [columns[side][number] for number in kept]
-        found[side] = {"steps": steps, "names": names, "prompts": prompts, "of": len(numbers)}
-    return found
+    names = list(scores_of(runs[0].samples[0])) if prompts else []
+    about = {"names": names, "prompts": prompts, "of": len(runs[0].samples)}
+    return about | {"steps": [runs[0].samples[0]["step"]]} if prompts else None
 
 
-def sample(number: int, runs: list[Outcome], names: list[str]) -> Row:
-    """A prompt with the completions of all seeds, a line each, and their mean scores."""
-    row = runs[0].samples[number]
-    texts = dict.fromkeys(run.samples[number]["completion"] for run in runs)
-    scores: dict[str, list[Any]] = {}
-    for name in names:
-        values = [run.samples[number].get(name) for run in runs]
-        known = [value for value in values if value is not None]
-        scores[name] = [statistics.mean(known) if known else None]
-    return {
-        "prompt": prompt_text(row),
-        "temperature": row["temperature"],
-        "texts": ["\n".join(cut(text, 600) for text in texts)],
-        "scores": scores,
-    }
+def script_of(side: Row, runs: list[Outcome]) -> list[str]:
+    """The lines of the script that a side ran, from the copy that its run keeps."""
+    name = Path(shlex.split(side["command"])[0]).name
+    return (runs[0].folder / name).read_text(encoding="utf-8").splitlines()
 
 
-def diff_of(parent: Outcome, parent_script: str, run: Outcome, script: str) -> list[str]:
-    """The lines of the diff between the copies of their scripts that two runs keep."""
-    texts = []
-    for folder, name in ((parent.folder, parent_script), (run.folder, script)):
-        texts.append((folder / name).read_text(encoding="utf-8").splitlines())
-    lines = list(difflib.unified_diff(*texts, n=2, lineterm=""))
-    return lines[2:]  # without the names
+def diff_of(before: list[str], after: list[str]) -> list[str]:
+    lines = difflib.unified_diff(before, after, n=2, lineterm="")
+    return list(lines)[2:]  # without names

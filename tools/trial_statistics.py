@@ -2,9 +2,7 @@
 
 Differences are between two runs with one seed: over seeds (S,), or over seeds and prompts (S, P). An
 `Estimate` is their mean with its standard error and degrees of freedom; from it follow, by Student's t,
-`p_value`, `interval` and `seeds_needed`.
-
-    python -m tools.trial_statistics    # how often it errs, and what it finds: simulated trials, 2 minutes
+`p_value`, `interval` and `seeds_needed`. benchmarks/trials.py simulates how often they err, and what they find.
 
 Sources: Student (1908) for one difference a seed. For scored prompts, seeds and prompts are both samples of
 something larger, crossed with each other: the variance of the mean has a part of each (Clark 1973, "The
@@ -24,7 +22,6 @@ import numpy as np
 
 POWER = 0.8  # seeds_needed: how often so many seeds would tell the difference apart
 MOST_SEEDS = 1000
-MORE_PROMPTS = math.inf  # of seeds_needed: no number of seeds would do
 
 
 class Estimate(NamedTuple):
@@ -32,7 +29,7 @@ class Estimate(NamedTuple):
 
     mean: float
     error: float  # its standard error
-    df: float  # degrees of freedom of the error; infinite: none of it was estimated from few values
+    df: float  # degrees of freedom of the error
     seeds: int
     of_seeds: float = 0.0  # the part of the error's square that falls as 1 / seeds, times the seeds
     of_prompts: float = 0.0  # the part that more seeds leave as it is
@@ -108,10 +105,9 @@ def interval(estimate: Estimate, alpha: float = 0.05) -> tuple[float, float]:
     return estimate.mean - half, estimate.mean + half
 
 
-def seeds_needed(estimate: Estimate, alpha: float = 0.05) -> float | None:
+def seeds_needed(estimate: Estimate, alpha: float = 0.05) -> int | None:
     """The seeds that would tell a difference of this size, with a spread of this size, apart in POWER of
-    all trials. MORE_PROMPTS: only further prompts would. None: more than MOST_SEEDS, or there is no spread.
-    """
+    all trials. None: not even MOST_SEEDS, as where the spread is between prompts."""
     if estimate.error == 0 or estimate.seeds < 2:
         return None
 
@@ -121,10 +117,7 @@ def seeds_needed(estimate: Estimate, alpha: float = 0.05) -> float | None:
         return abs(estimate.mean) >= (t_quantile(alpha, df) + t_quantile(2 * (1 - POWER), df)) * error
 
     seeds = bisect.bisect_left(range(MOST_SEEDS + 1), True, lo=2, key=is_found)
-    if seeds <= MOST_SEEDS:
-        return seeds
-    is_of_prompts = estimate.of_prompts > estimate.of_seeds / MOST_SEEDS
-    return MORE_PROMPTS if is_of_prompts else None
+    return seeds if seeds <= MOST_SEEDS else None
 
 
 def sign_p_value(gained: int, lost: int) -> float:
@@ -195,53 +188,3 @@ def beta_share(a: float, b: float, x: float) -> float:
             break
     logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
     return math.exp(logarithm) / a * (value - 1)
-
-
-# --- simulated trials ---------------------------------------------------------------------------------------
-
-
-def simulate(
-    random: np.random.Generator,
-    seeds: int,
-    prompts: int = 200,
-    rate: float = 0.55,
-    effect: float = 0.0,
-    spread: float = 0.04,
-) -> np.ndarray:
-    """Differences (S, P) of scores of 0 or 1, as of the demo.
-
-    rate: of right answers of the parent. effect: by how much the copy's rate is above it. spread: standard
-    deviation of a run's rate over seeds. Prompts are easy or hard for both; the same seed makes no two runs
-    alike.
-    """
-    rates = [rate, rate + effect]
-    scores = []
-    hardness = random.normal(size=prompts)
-    for mean in rates:
-        rates_of_runs = np.clip(mean + spread * random.normal(size=seeds), 0.001, 0.999)
-        # A prompt is solved if hardness + luck, a normal variable of variance 2, is below the run's threshold.
-        thresholds = np.array([NormalDist(0, math.sqrt(2)).inv_cdf(run) for run in rates_of_runs])
-        luck = random.normal(size=(seeds, prompts))
-        scores.append((hardness[None, :] + luck < thresholds[:, None]).astype(float))
-    return scores[1] - scores[0]
-
-
-def main() -> None:
-    random = np.random.default_rng(0)
-    trials, effects = 1000, (0.0, 0.03, 0.05, 0.08, 0.1, 0.15)
-    print("200 prompts, 55 % right, runs of one script 4 points apart: how often a copy is called better")
-    print("seeds  " + "".join(f"{f'+{100 * effect:.0f} points':>12}" for effect in effects))
-    for seeds in (2, 3, 5, 10):
-        shares = []
-        for effect in effects:
-            better = 0
-            for _ in range(trials):
-                estimate = over_seeds_and_prompts(simulate(random, seeds, effect=effect))
-                p = p_value(estimate)
-                better += p is not None and p < 0.05 and estimate.mean > 0
-            shares.append(better / trials)
-        print(f"{seeds:5}  " + "".join(f"{100 * share:10.1f} %" for share in shares))
-
-
-if __name__ == "__main__":
-    main()

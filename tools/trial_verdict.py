@@ -11,7 +11,6 @@ from common.run.parts.report import asked, groups, lines, points_of, scores_of
 import numpy as np
 
 from tools.trial_statistics import (
-    Estimate,
     holm,
     interval,
     over_prompts,
@@ -24,16 +23,12 @@ from tools.trial_statistics import (
 )
 
 Row = dict[str, Any]
-COSTS = ("num_tokens", "tokens_per_second", "cpu_seconds", "seconds", "peak_memory_gib")
-LEFT_OUT = ("eval_perplexity",)  # the loss says the same
+COSTS = ("tokens_per_second", "cpu_seconds", "seconds", "peak_memory_gib")
 HIGHER = ("accurac", "margins", "tokens_per_second")  # of metrics that are no scores of completions
-LOWER = ("loss", "bits_per_byte", "seconds", "memory")
-OF_A_SEED = ("seed", "output_dir", "run_name", "resume_from_checkpoint")
+LOWER = ("loss", "perplexity", "bits_per_byte", "seconds", "memory")
+OF_A_SEED = ("seed", "output_dir")
 OF_EVALUATION = ("eval_reward_funcs", "eval_temperatures", "eval_max_new_tokens", "regression_suite")
 UNKNOWN = "not told apart"
-
-
-# --- what a run leaves --------------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
@@ -50,46 +45,43 @@ class Outcome(NamedTuple):
 
 def read_outcome(folder: Path) -> Outcome:
     """With --save_best the evaluation of the model that was kept, else the last one."""
-    summary = read_json(folder / "summary.json")
-    final, points = summary.get("final") or {}, points_of(folder)
+    summary, points = read_json(folder / "summary.json"), points_of(folder)
     best = (summary.get("best") or {}).get("step")
     values = {}
-    for name, value in final.items():
-        if name.startswith("eval_") and value is not None and name not in LEFT_OUT:
+    for name, value in summary.get("final", {}).items():
+        if name.startswith("eval_") and value is not None:
             values[name] = float(value)
     if "reward" in points:
         rewards = points["reward"][:, 1]
-        values["reward"] = float(rewards[-max(1, len(rewards) // 10) :].mean())  # one rollout says little
+        last = max(1, len(rewards) // 10)  # one rollout says little
+        values["reward"] = float(rewards[-last:].mean())
     for name in COSTS:
         if name in points:
             column = points[name][:, 1]
-            values[name] = float(column.mean() if name == "tokens_per_second" else column.max())
+            value = column.mean() if name == "tokens_per_second" else column.max()
+            values[name] = float(value)
+
     samples: list[Row] = []
     for rows in groups(folder / "samples.jsonl"):
-        if best in (None, rows[0]["step"]):
-            samples = rows
+        samples = rows if best in (None, rows[0]["step"]) else samples
     cases: Row = {}
     for line in lines(folder / "regression.jsonl"):
-        if best in (None, line["step"]):
-            cases = line["cases"]
-    inputs, data = (read_json(folder / name) for name in ("inputs.json", "dataset.json"))
-    scores = scores_by_prompt(samples, cases)
-    return Outcome(folder, values, scores, samples, read_args(folder), data, inputs)
-
-
-def scores_by_prompt(samples: list[Row], cases: Row) -> dict[str, dict[Any, float | None]]:
-    """{metric: {what was asked: score}}: as in metrics.jsonl a metric ends in its temperature, but for the
-    first one."""
-    found: dict[str, dict[Any, float | None]] = {}
+        cases = line["cases"] if best in (None, line["step"]) else cases
+    scores: dict[str, dict[Any, float | None]] = {}
     for number, row in enumerate(samples):
+        # as in metrics.jsonl, a metric ends in its temperature, but for the first one
         is_first = row["temperature"] == samples[0]["temperature"]
         suffix = "" if is_first else f"_t{row['temperature']:g}"
         for name, value in scores_of(row).items():
-            found.setdefault(f"eval_{name}{suffix}", {})[number, asked(row)] = value
+            column = scores.setdefault(f"eval_{name}{suffix}", {})
+            column[number, asked(row)] = value
     for name, case in cases.items():
         for group in ("all", case["group"]):
-            found.setdefault(f"eval_regression/{group}", {})[name, case["digest"]] = case["rate"]
-    return found
+            column = scores.setdefault(f"eval_regression/{group}", {})
+            column[name, case["digest"]] = case["rate"]
+    data = read_json(folder / "dataset.json")
+    inputs = read_json(folder / "inputs.json")
+    return Outcome(folder, values, scores, samples, read_args(folder), data, inputs)
 
 
 # --- what must not differ -----------------------------------------------------------------------------------
@@ -97,11 +89,12 @@ def scores_by_prompt(samples: list[Row], cases: Row) -> dict[str, dict[Any, floa
 
 def refuse_other_seed(first: Outcome, other: Outcome) -> None:
     """Raise UserError if two runs of a side differ in more than their seed: another script, setting, data."""
+    then = first.settings | first.inputs
+    now = other.settings | other.inputs
     differing = []
-    for then, now in ((first.settings, other.settings), (first.inputs, other.inputs)):
-        for name in {**then, **now}:
-            if then.get(name) != now.get(name) and name not in OF_A_SEED:
-                differing.append(name)
+    for name in then | now:
+        if name not in OF_A_SEED and then.get(name) != now.get(name):
+            differing.append(name)
     if differing:
         raise UserError(
             f"{other.folder} is not {first.folder} with another seed ({', '.join(differing)} changed in between): "
@@ -110,34 +103,32 @@ def refuse_other_seed(first: Outcome, other: Outcome) -> None:
 
 
 def refuse_other_evaluation(first: Outcome, other: Outcome, other_data: bool) -> None:
-    """Raise UserError if two sides were asked other prompts, or trained on other data (unless other_data)."""
+    """Raise UserError if two sides were evaluated in other ways, or trained on other data (unless
+    other_data)."""
     for name in OF_EVALUATION:
         if first.settings.get(name) != other.settings.get(name):
             raise UserError(
-                f"{other.folder} has another --{name} than {first.folder}: sides are evaluated alike, or not compared"
+                f"{other.folder} has another --{name} than {first.folder}: all sides take the same"
             )
-    then, now = ([asked(row) for row in outcome.samples] for outcome in (first, other))
-    if then != now:
+    if list(map(asked, first.samples)) != list(map(asked, other.samples)):
         raise UserError(
-            f"{other.folder} was evaluated on other prompts than {first.folder} ({len(now)} and {len(then)} "
-            "completions): name one file as --eval_prompts for all sides"
+            f"{other.folder} was evaluated on other prompts than {first.folder} ({len(other.samples)} and "
+            f"{len(first.samples)} completions): name one file as --eval_prompts for all sides"
         )
-    then, now = (trained_on(outcome) for outcome in (first, other))
+    then, now = (rows_of(outcome.data, "sources", "rows") for outcome in (first, other))
     if then != now and not other_data:
         raise UserError(
             f"{other.folder} was trained on {now}, and {first.folder} on {then}: --other_data if that is the idea"
         )
 
 
-def trained_on(outcome: Outcome) -> str:
-    sources = outcome.data.get("sources") or []
-    return ", ".join(f"{source.get('rows')} rows of {source.get('path')}" for source in sources)
-
-
-def held_out_of(outcome: Outcome) -> list[tuple[Any, ...]]:
-    """What losses are means over: an edit may train, and so evaluate, other tokens."""
-    sources = outcome.data.get("eval_sources") or []
-    return [tuple(source.get(name) for name in ("path", "rows", "trained_tokens")) for source in sources]
+def rows_of(data: Row, sources: str, *counts: str) -> str:
+    """Which data, and how much of it, in words."""
+    found = []
+    for source in data.get(sources) or []:
+        sizes = [f"{source.get(count)} {count.replace('_', ' ')}" for count in counts]
+        found.append(f"{', '.join(sizes)} of {source.get('path')}")
+    return "; ".join(found)
 
 
 # --- verdicts -----------------------------------------------------------------------------------------------
@@ -146,21 +137,15 @@ def held_out_of(outcome: Outcome) -> list[tuple[Any, ...]]:
 def choose_metric(wanted: str | None, parent: Outcome) -> tuple[str, int]:
     """The metric that the verdict is about, and 1 if higher is better, else -1. Unset: the first score of
     completions, or else the loss. Raises UserError if the parent has none such."""
-    values = [name for name in parent.values if name not in COSTS]
-    evaluated = [name for name in values if name.startswith("eval_")]
+    evaluated = [name for name in parent.values if name.startswith("eval_")]
     if not evaluated:
         raise UserError(
             f"{parent.folder} was not evaluated: --eval_steps above 0, with held-out rows or --eval_prompts"
         )
-    scored = [name for name in parent.scores if name in values]
-    order = [*scored, *(name for name in evaluated if name == "eval_loss"), *evaluated]
     if wanted is None:
-        known = [name for name in order if direction(name, parent)]
-        if not known:
-            raise UserError(
-                f"--metric: which of {', '.join(evaluated)}? min:NAME if lower is better, else max:NAME"
-            )
-        return known[0], direction(known[0], parent)
+        order = [name for name in parent.scores if name in evaluated]
+        order += [name for name in evaluated if direction(name, parent)]
+        wanted = order[0] if order else evaluated[0]
     name = wanted.removeprefix("min:").removeprefix("max:")
     name = name if name in parent.values else f"eval_{name}"
     if name not in parent.values:
@@ -178,48 +163,41 @@ def direction(name: str, outcome: Outcome) -> int:
     return -1 if any(word in name for word in LOWER) else 0
 
 
-def differences(metric: str, parent: list[Outcome], side: list[Outcome]) -> np.ndarray:
-    """side - parent with the same seed: (S, P) of a metric that is scored by prompt, else (S,)."""
-    pairs = list(zip(parent, side, strict=True))
-    tables = [outcome.scores.get(metric, {}) for pair in pairs for outcome in pair]
-    scored = [key for key in tables[0] if all(table.get(key) is not None for table in tables)]
-    if not scored:
-        return np.array([there.values[metric] - here.values[metric] for here, there in pairs])
-    return np.array(
-        [[there.scores[metric][key] - here.scores[metric][key] for key in scored] for here, there in pairs],
-        float,
-    )
-
-
 def compare(metric: str, sign: int, parent: list[Outcome], side: list[Outcome]) -> Row:
-    """A metric of two sides, seed by seed, before `judge` gives it a word."""
-    table = differences(metric, parent, side)
-    is_scored, several = table.ndim == 2, len(table) > 1
+    """A metric of two sides, seed by seed, before `judge` gives it a word. "estimate" is of the differences
+    side - parent, None if one seed has only one number."""
+    here = np.array([run.values[metric] for run in parent])  # (S,)
+    there = np.array([run.values[metric] for run in side])
+    scored = scored_differences(metric, parent, side)  # (S, P)
+    seeds, prompts = scored.shape
     estimate, p = None, None
-    if several:
-        estimate = (
-            over_seeds_and_prompts(table) if is_scored and table.shape[1] > 1 else over_seeds(by_seed(table))
-        )
+    if seeds > 1:
+        estimate = over_seeds_and_prompts(scored) if prompts > 1 else over_seeds(there - here)
         p = p_value(estimate)
-    elif is_scored:
-        estimate = over_prompts(table[0])
-        gained, lost = int((table > 0).sum()), int((table < 0).sum())
-        p = sign_p_value(gained, lost) if set(np.unique(table)) <= {-1.0, 0.0, 1.0} else p_value(estimate)
-    return {
-        "metric": metric,
-        "sign": sign,
-        "parent": [outcome.values[metric] for outcome in parent],
-        "side": [outcome.values[metric] for outcome in side],
-        "difference": float(by_seed(table).mean()),
-        "prompts": table.shape[1] if is_scored else 0,
-        "p": p,
-        "estimate": estimate,
-    }
+    elif prompts:
+        estimate = over_prompts(scored[0])
+        gained = int((scored == 1).sum())
+        lost = int((scored == -1).sum())
+        same = int((scored == 0).sum())
+        p = sign_p_value(gained, lost) if gained + lost + same == prompts else p_value(estimate)
+    difference = estimate.mean if estimate else float((there - here).mean())
+    known = {"metric": metric, "sign": sign, "parent": here.tolist(), "side": there.tolist()}
+    return known | {"difference": difference, "prompts": prompts, "p": p, "estimate": estimate}
 
 
-def by_seed(table: np.ndarray) -> np.ndarray:
-    """(S, P) or (S,) -> (S,)."""
-    return table.mean(axis=1) if table.ndim == 2 else table
+def scored_differences(metric: str, parent: list[Outcome], side: list[Outcome]) -> np.ndarray:
+    """(S, P) of a metric that is scored by prompt, else (S, 0); a prompt without a score in some run is left
+    out."""
+    tables = [run.scores.get(metric, {}) for run in [*parent, *side]]
+    prompts = []
+    for key in tables[0]:
+        if all(table.get(key) is not None for table in tables):
+            prompts.append(key)
+    rows = []
+    for table in tables:
+        rows.append([table[key] for key in prompts])
+    scores = np.array(rows, float)  # (2 S, P)
+    return scores[len(parent) :] - scores[: len(parent)]
 
 
 def judge(rows: list[Row], alpha: float) -> None:
@@ -229,17 +207,15 @@ def judge(rows: list[Row], alpha: float) -> None:
     for row, p in zip(tested, holm(row["p"] for row in tested), strict=True):
         row["p"] = p
     for row in rows:
-        estimate: Estimate | None = row.pop("estimate")
-        row["interval"] = interval(estimate) if estimate and row["p"] is not None else None
-        row["word"], row["needs"] = UNKNOWN, None
-        if row["p"] is None or len(row["side"]) < 2:
+        estimate = row.pop("estimate")
+        row["interval"], row["word"], row["needs"] = None, UNKNOWN, None
+        if row["p"] is None:
             continue
-        if row["p"] < alpha:
-            gain = row["difference"] * (row["sign"] or 1)
+        row["interval"] = interval(estimate)
+        row["needs"] = seeds_needed(estimate, alpha / len(tested))
+        if row["p"] < alpha and estimate.seeds > 1:
             words = ("better", "worse") if row["sign"] else ("higher", "lower")
-            row["word"] = words[0] if gain > 0 else words[1]
-        else:
-            row["needs"] = seeds_needed(estimate, alpha / len(tested))
+            row["word"] = words[0] if row["difference"] * (row["sign"] or 1) > 0 else words[1]
 
 
 def verdicts(
@@ -250,34 +226,43 @@ def verdicts(
     The verdicts are corrected for the number of sides; the other metrics of all sides, together, for theirs.
     """
     table: dict[str, list[Row]] = {}
+    first = parent[0]
     for name, runs in sides.items():
-        first = parent[0]
-        shared = [key for key in first.values if all(key in run.values for run in [*parent, *runs])]
-        if held_out_of(first) != held_out_of(runs[0]):  # a loss of other tokens is another metric
-            shared = [key for key in shared if key in first.scores or not key.startswith("eval_")]
+        shared = metrics_of_all([*parent, *runs])
         if metric not in shared:
             raise UserError(
                 f"--metric {metric}: {runs[0].folder} does not have it, or over other held-out rows than {first.folder}"
             )
-        others = [key for key in shared if key not in (metric, "num_tokens")]
         table[name] = [compare(metric, sign, parent, runs)]
-        table[name] += [compare(key, direction(key, first), parent, runs) for key in others]
+        for key in shared:
+            if key not in (metric, "eval_perplexity"):  # which says the same as the loss
+                table[name].append(compare(key, direction(key, first), parent, runs))
     judge([rows[0] for rows in table.values()], alpha)
     judge([row for rows in table.values() for row in rows[1:]], alpha)
     return table
 
 
+def metrics_of_all(runs: list[Outcome]) -> list[str]:
+    """The metrics that all runs have. A loss over other held-out tokens, as of an edit that trains others, is
+    another metric."""
+    held_out = {rows_of(run.data, "eval_sources", "rows", "trained_tokens") for run in runs}
+    found = []
+    for name in runs[0].values:
+        is_of_rows = name.startswith("eval_") and name not in runs[0].scores
+        if all(name in run.values for run in runs) and not (is_of_rows and len(held_out) > 1):
+            found.append(name)
+    return found
+
+
 def noise_floor(runs: list[Outcome], seeds: int) -> list[Row]:
-    """Of runs that differ by their seed alone: the spread of each metric, and the differences that chance
-    exceeds in 5 % of the comparisons: of two runs, and of two means of so many seeds each, not paired."""
+    """Of runs that differ by their seed alone: the spread of each evaluated metric, and the differences that
+    chance exceeds in 5 % of the comparisons: of two runs, and of two means of so many seeds, not paired."""
     found = []
     for metric in runs[0].values:
         values = [run.values[metric] for run in runs if metric in run.values]
-        if len(values) < len(runs) or metric == "num_tokens":
-            continue
-        spread = statistics.stdev(values)
-        two = t_quantile(0.05, len(values) - 1) * spread * math.sqrt(2)
-        means = two / math.sqrt(seeds)
-        row = {"metric": metric, "mean": statistics.mean(values), "spread": spread, "of_runs": two}
-        found.append(row | {"of_means": means})
+        if metric.startswith("eval_") and len(values) == len(runs):
+            spread = statistics.stdev(values)
+            two = t_quantile(0.05, len(values) - 1) * spread * math.sqrt(2)
+            row = {"metric": metric, "mean": statistics.mean(values), "spread": spread}
+            found.append(row | {"of_runs": two, "of_means": two / math.sqrt(seeds)})
     return found

@@ -72,9 +72,7 @@ def commands(text: str) -> list[str]:
 def test_flags_and_links_of_the_pages_exist():
     """Flags of the scripts, in commands, too; what stands between backticks: test_names.py."""
     args = {f"train_{stage}": set(__import__(f"train_{stage}").Args.__dataclass_fields__) for stage in STAGES}
-    text = re.sub(
-        r"python -m tools\.trial .*", "", TEXT.replace("\\\n", " ")
-    )  # it starts scripts, with flags of its own
+    text = re.sub(r"tools\.trial .*", "", TEXT.replace("\\\n", " "))  # whose options follow scripts
     for script, flags in re.findall(r"(train_\w+)\.py((?: +[^\n`|]*)?)", text):
         if script in args:
             assert set(re.findall(r" --(\w+)", flags)) <= args[script] | {"config", "help"}, (script, flags)

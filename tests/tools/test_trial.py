@@ -15,9 +15,10 @@ from common.errors import UserError
 import numpy as np
 import pytest
 
+from benchmarks.trials import simulate
 from tests.conftest import ROOT, read_rows
 from tests.run.parts.test_browser import CHROMIUM, drawn
-from tools import trial, trial_statistics, trial_verdict
+from tools import trial, trial_verdict
 from tools.trial_statistics import (
     holm,
     interval,
@@ -27,7 +28,6 @@ from tools.trial_statistics import (
     p_value,
     seeds_needed,
     sign_p_value,
-    simulate,
     t_quantile,
     t_tails,
 )
@@ -115,7 +115,7 @@ def test_the_seeds_that_a_difference_needs():
     assert seeds_needed(over_seeds(spread - spread.mean() + 1)) == 10
     assert seeds_needed(over_seeds(spread - spread.mean() + 1e-6)) is None
     of_prompts = np.array([[1.0, -1.0, 0.5]] * 2) + np.array([[0.01], [-0.01]])
-    assert seeds_needed(over_seeds_and_prompts(of_prompts)) == trial_statistics.MORE_PROMPTS
+    assert seeds_needed(over_seeds_and_prompts(of_prompts)) is None
 
 
 # --- how often it errs, and what it finds -------------------------------------------------------------------
@@ -196,7 +196,7 @@ for k in range(100):
 if args.evals != "none":
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in samples))
 right = sum(row["right"] for row in samples) / 100
-final = {} if args.evals == "none" else {"eval_right": right, "eval_loss": 1 - effect + args.seed / 100}
+final = {} if args.evals == "none" else {"eval_right": right, "eval_entropy": 1.0, "eval_loss": 1 - effect + args.seed / 100}
 (folder / "summary.json").write_text(json.dumps({"final": {"step": args.max_steps, **final}}))
 (folder / "args.yaml").write_text(json.dumps({"seed": args.seed, "output_dir": str(folder), "lr": 0.1}))
 script = pathlib.Path(sys.argv[0])
@@ -330,8 +330,8 @@ def test_a_side_that_fails_is_shown_and_stops_no_other(fake, capsys):
             r"trained on 7 rows of chats2.jsonl, and .* --other_data",
         ),
         (["train_fake.py --evals none", "train_mine.py --evals none"], "was not evaluated: --eval_steps"),
-        (["train_fake.py", "train_mine.py", "--metric", "wrong"], "these runs have eval_right, eval_loss"),
-        (["train_fake.py", "train_mine.py", "--metric", "num_tokens"], "is lower or higher better"),
+        (["train_fake.py", "train_mine.py", "--metric", "wrong"], "these runs have eval_right, eval_entropy"),
+        (["train_fake.py", "train_mine.py", "--metric", "entropy"], "is lower or higher better"),
         (["train_fake.py"], "two scripts or more, or one with --again"),
         (["train_fake.py", "train_fake.py"], "two sides are the same"),
         (["train_fake.py", "train_theirs.py"], "train_theirs.py: expected a script"),

@@ -236,8 +236,9 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
         trained for _, trained in run["data"]["marked"][0]["parts"]
     )
     assert run["frames"][0]["name"] == "loss" and run["frames"][1]["name"] == "mean_token_accuracy"
-    seconds = [row["seconds"] for row in read_rows(output / "metrics.jsonl")]
-    assert seconds == sorted(seconds), "over both stretches"
+    for name in ("seconds", "cpu_seconds"):
+        times = [row[name] for row in read_rows(output / "metrics.jsonl")]
+        assert times == sorted(times) and times[0] > 0, "over both stretches"
     changed = {name for group in run["settings"] for name, _, unchanged in group["rows"] if not unchanged}
     assert {"max_steps", "save_best"} <= changed and not {"seed", "weight_decay", "train_on"} & changed
     assert run["command"].startswith("python train_sft.py --config ")
