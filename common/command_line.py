@@ -332,6 +332,6 @@ def _unknown(word: str, args_class: type[CommonArgs]) -> Mistake:
     if name.removeprefix("no_") in known:
         return Mistake(what, f"write --{name.removeprefix('no_')} false")
     if here := said_here(name):
-        return Mistake(what, f"here {here}")
+        return Mistake(what, f"here {here}" if here.startswith("--") else here)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return Mistake(what, f"did you mean --{near[0]}?" if near else "see --help")

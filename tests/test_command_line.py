@@ -11,6 +11,7 @@ from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, arg, declared, is_within
 from common.command_line import parse_args
+from common.data.chat import read_chat_template
 from common.errors import UserError
 import pytest
 import yaml
@@ -193,6 +194,7 @@ def test_values_of_other_trainers_are_accepted(words, script, value):
         ("--eval_accumulation_steps 2", "without a setting"),
         ("--optim_target_modules x", "not offered"),
         ("--bf16", "single_gpu.yaml"),
+        ("--template qwen3", "leave it out"),
     ],
 )
 def test_other_settings_of_other_trainers_are_told_what_to_do(words, named):
@@ -341,3 +343,9 @@ def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
     assert choose_model() == "data/base_model"  # a run that has not finished is not taken
     (tmp_path / "outputs" / "sft" / "summary.json").write_text("{}")
     assert choose_model() == "outputs/sft"
+
+
+def test_a_template_that_is_written_in_a_config_is_told_from_a_file():
+    assert ".jinja" in refused(
+        read_chat_template, "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )

@@ -414,6 +414,9 @@ class Translation:
     add_dataset = add_eval_dataset = add_train_dataset = add_test_datasets = add_datasets
     add_dataset_mixture = add_dataset_mixer = add_pretraining_dataset = add_datasets
 
+    def add_dataset_dir(self, name: str, value: str) -> None:
+        self.nothing.append(f"{name}: {value} (the names of dataset are looked up there)")
+
     def known_to_llamafactory(self, name: str) -> Any:
         """A name of LLaMA-Factory's dataset_info.json as the entry there; any other one as it is."""
         folder = Path(self.theirs.settings.get("dataset_dir") or "data")

@@ -506,6 +506,8 @@ def _apply_template(
 
 def read_chat_template(name: str) -> str:
     """A chat template by the name of one shipped here, or by the path of a .jinja file."""
+    if "{%" in name or "{{" in name:
+        raise UserError("--chat_template is a template itself: write it to a .jinja file, and name that")
     path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)
     try:
         return path.read_text(encoding="utf-8").strip()
