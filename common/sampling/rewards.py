@@ -7,6 +7,7 @@ assistant message. `columns` holds every other column of the dataset, and `compl
 
 import asyncio
 from collections.abc import Callable
+import contextlib
 import copy
 import difflib
 import functools
@@ -134,9 +135,9 @@ def from_package(spec: str) -> Any:
 
 
 def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """function(**arguments), awaited if necessary. Raises whatever it raises, and TimeLimitReached after
-    `timeout` seconds (0: no limit)."""
-    with time_limit(timeout):
+    """function(**arguments), awaited if necessary, in the working directory of now, wherever it goes. Raises
+    whatever it raises, and TimeLimitReached after `timeout` seconds (0: no limit)."""
+    with contextlib.chdir("."), time_limit(timeout):
         value = function(**arguments)
         return asyncio.run(value) if inspect.isawaitable(value) else value
 
