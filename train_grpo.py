@@ -45,7 +45,7 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator, gather_lists
+from common.processes import Accelerator, gather_lists, on_each_process
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
 from common.sampling.vllm import RolloutServers
@@ -176,8 +176,8 @@ def roll_out(
             [prompt["prompt_ids"] for prompt in mine], [(args.seed, rollout, i) for i in rollouts.mine()]
         )
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
-    scores = score(rewards, mine, texts, [s.ids for s in sampled])  # [F][completion]
-    each_reward = [[function[k] for function in scores] for k in range(len(mine))]
+    scores = on_each_process(accelerator, partial(score, rewards, mine, texts, [s.ids for s in sampled]))
+    each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
     return [
         Completion(

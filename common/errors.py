@@ -32,8 +32,8 @@ class UserError(Exception):
 
 
 class OutsideError(UserError):
-    """Something that a run needs is gone, raised on all processes; the run itself is sound, and is saved
-    before it ends."""
+    """Something outside of the run is gone or fails (a server, a reward function), raised on all processes;
+    the run itself is sound, and is saved before it ends."""
 
 
 def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:

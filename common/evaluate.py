@@ -9,6 +9,7 @@ import contextlib
 from functools import partial
 import itertools
 import math
+import re
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -29,6 +30,8 @@ from common.sampling.rewards import check_columns
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that a vocabulary lacks
 
 
 class EvalPrompts(NamedTuple):
@@ -123,12 +126,25 @@ def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
     sequence; special ones stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0
     without held-out rows."""
 
-    def count(ids: np.ndarray) -> int:
-        text = tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return len(text.encode("utf-8", "replace"))
+    def text_of(ids: np.ndarray) -> str:
+        return tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    rows = [sequence["input_ids"] for i in range(len(held_out)) for sequence in held_out[i]]
-    return sum(count(ids) - count(ids[:1]) for ids in rows) / max(sum(len(ids) - 1 for ids in rows), 1)
+    # one letter of a token is one byte
+    is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
+    size = predicted = 0
+    for ids in (sequence["input_ids"] for i in range(len(held_out)) for sequence in held_out[i]):
+        whole, first = text_of(ids), text_of(ids[:1])
+        if "\ufffd" not in whole + first:
+            size += len(whole.encode("utf-8", "replace")) - len(first.encode("utf-8", "replace"))
+        else:  # the row begins or ends, or its second token begins, inside of a character
+            shown = [i for i in ids[1:].tolist() if i not in tokenizer.all_special_ids]
+            for token in tokenizer.convert_ids_to_tokens(shown):
+                if BYTE.fullmatch(token):
+                    size += 1
+                else:
+                    size += len(token if is_byte_level else token.replace("▁", " ").encode())
+        predicted += len(ids) - 1
+    return size / max(predicted, 1)
 
 
 # --- completions --------------------------------------------------------------------------------------------

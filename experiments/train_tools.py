@@ -58,7 +58,7 @@ from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator, TimeLimitReached, gather_lists
+from common.processes import Accelerator, TimeLimitReached, gather_lists, on_each_process
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
 from common.sampling.rewards import call, from_file, must
@@ -345,9 +345,8 @@ def roll_out(
         [token for token, is_sampled in zip(c.ids, c.sampled, strict=True) if is_sampled] for c in completions
     ]
     objects = {"environments": [c.environment for c in completions]}
-    scores = score(
-        rewards, [c.prompt for c in completions], [c.messages for c in completions], written, objects
-    )
+    prompts, messages = [c.prompt for c in completions], [c.messages for c in completions]
+    scores = on_each_process(accelerator, partial(score, rewards, prompts, messages, written, objects))
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     for c, each in zip(completions, each_reward, strict=True):
         c.environment, c.text, c.rewards = None, tokenizer.decode(c.ids), each

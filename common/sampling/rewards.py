@@ -7,6 +7,7 @@ assistant message. `columns` holds every other column of the dataset, and `compl
 
 import asyncio
 from collections.abc import Callable
+import contextlib
 import copy
 import difflib
 import functools
@@ -21,7 +22,7 @@ import sysconfig
 import traceback
 from typing import Any, NamedTuple
 
-from common.errors import UserError, quoted
+from common.errors import OutsideError, UserError, quoted
 from common.losses import combine_rewards
 from common.processes import TimeLimitReached, time_limit
 import torch
@@ -134,9 +135,9 @@ def from_package(spec: str) -> Any:
 
 
 def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """function(**arguments), awaited if necessary. Raises whatever it raises, and TimeLimitReached after
-    `timeout` seconds (0: no limit)."""
-    with time_limit(timeout):
+    """function(**arguments), awaited if necessary, in the working directory of now, wherever it goes. Raises
+    whatever it raises, and TimeLimitReached after `timeout` seconds (0: no limit)."""
+    with contextlib.chdir("."), time_limit(timeout):
         value = function(**arguments)
         return asyncio.run(value) if inspect.isawaitable(value) else value
 
@@ -277,8 +278,8 @@ def score(
 
     rows: the dataset's row of each completion, with its "prompt". texts: for a completion of several turns
     its messages. objects: further columns, passed by reference, whereas the others are copied. Raises
-    UserError, naming the function, if one raises or returns anything but one finite number (or None) per
-    completion.
+    OutsideError, naming the function, if one raises or returns anything but one finite number (or None) per
+    completion: called by `on_each_process`, what was trained until then is saved.
     """
     if not rows:
         return [[] for _ in rewards]
@@ -302,7 +303,7 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
     try:
         values = must(where, reward.function, reward.timeout, **given)
     except UserError as error:
-        raise UserError(
+        raise OutsideError(
             f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}"
         ) from None
     try:
@@ -315,7 +316,7 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
     if len(numbers) != len(prompts) or not all(
         number is None or abs(number) <= LARGEST for number in numbers
     ):
-        raise UserError(
+        raise OutsideError(
             f"{where} returned {quoted(values, 600)} for {len(prompts)} completions; expected a list with one finite number "
             f"(of at most {LARGEST:g} in size) or None for each"
         )

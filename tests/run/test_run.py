@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import textwrap
 
 from common.errors import LAST_WORDS, OutsideError
 import pytest
@@ -64,3 +65,34 @@ def test_what_fails_outside_costs_at_most_a_rollout(step, saved, launch, monkeyp
         launch("grpo", *GRPO, "--save_steps", "0", "--steps_per_generation", "2", "--max_steps", "4")
     LAST_WORDS.pop()(error.value)
     assert steps_of(tmp_path / "out", "saved") == saved
+
+
+def test_a_reward_that_fails_costs_no_step(launch, tmp_path):
+    """The updates before are saved, and the same command goes on once the function is mended."""
+    file, calls = tmp_path / "mine.py", tmp_path / "calls"
+    source = f"""
+    def mine(completions, **columns):
+        with open({str(calls)!r}, "a+") as file:
+            file.write("x")
+            file.seek(0)
+            if len(file.read()) == 3:
+                raise ValueError("the judge is asleep")
+        return [float(len(text)) for text in completions]
+    """
+    file.write_text(textwrap.dedent(source))
+    words = [
+        *GRPO,
+        "--save_steps",
+        "0",
+        "--max_steps",
+        "3",
+        "--reward_funcs",
+        f"{file}:mine",
+        "--reward_weights",
+        "1",
+    ]
+    with pytest.raises(OutsideError, match="mine raised ValueError: the judge is asleep") as error:
+        launch("grpo", *words)
+    LAST_WORDS.pop()(error.value)
+    assert steps_of(tmp_path / "out", "saved") == [2]
+    assert launch("grpo", *words) and steps_of(tmp_path / "out", "finished") == [3]

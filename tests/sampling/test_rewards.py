@@ -1,5 +1,6 @@
 """Rewards: the ready-made ones, a user's own file, reward models, and what is said where one misbehaves."""
 
+import contextlib
 import copy
 import math
 import os
@@ -409,6 +410,17 @@ def test_abstentions_count_in_no_mean():
     scored = [of(reward) for reward in (1, 1, None, None)]
     found = rollout_metrics(scored, [SimpleNamespace(name="f")], 2)
     assert (found["reward"], found["rewards/f/mean"], found["frac_reward_zero_std"]) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("ends", ["return [1.0]", "1 / 0"])
+def test_the_working_directory_is_put_back(ends, tmp_path, monkeypatch):
+    """The paths of a run are relative to it."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    source = f"import os\ndef my_reward(**_):\n    os.chdir('elsewhere')\n    {ends}"
+    with contextlib.suppress(UserError):
+        run(user_file(tmp_path, source), ["a"])
+    assert os.getcwd() == str(tmp_path)
 
 
 # --- columns ------------------------------------------------------------------------------------------------

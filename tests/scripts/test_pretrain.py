@@ -2,7 +2,10 @@
 
 import math
 
+from common.evaluate import bytes_per_token
+import numpy as np
 import pytest
+import tokenizers
 import torch
 from torch.nn.functional import cross_entropy, silu
 import transformers
@@ -200,11 +203,11 @@ def test_a_second_head_looks_further_ahead(packing, launch, tmp_path, base):
     assert_gradient(run.grads[0], wanted)
 
 
-@pytest.mark.parametrize("packing, length", [("wrapped", L), ("bfd", 256)])
+@pytest.mark.parametrize("packing, length", [("wrapped", L), ("bfd", 256), ("wrapped", 5)])
 def test_bits_per_byte_are_of_the_text(packing, length, launch, data, tmp_path):
     """All nats of the held-out tokens by the bytes that they stand for; what nothing predicts, the first
     token of a row, is not among them. The end of a text costs bits, and has no bytes."""
-    texts = [*HELD_OUT, *(["Zoë übt: 7 € ≥ 5 €, 3+4=7 🦆🦆"] if packing == "bfd" else [])]
+    texts = [*HELD_OUT, "Zoë übt: 7 € ≥ 5 €, 3+4=7 🦆🦆", "猫が三匹います。"]
     file = write_rows(tmp_path / "held_out.jsonl", [{"text": text} for text in texts])
     flags = ["--eval_dataset_name", file, "--packing_strategy", packing, "--max_length", length]
     run = pretrain(launch, data, *flags, "--eval_steps", 1, "--max_steps", 1)
@@ -218,3 +221,20 @@ def test_bits_per_byte_are_of_the_text(packing, length, launch, data, tmp_path):
         assert row["eval_bits_per_byte"] == pytest.approx(
             row["eval_loss"] * tokens / (math.log(2) * size), rel=1e-6
         )
+
+
+def test_bytes_are_counted_where_characters_are_cut():
+    """A vocabulary of pieces, which writes what it lacks byte by byte: é is two bytes, 猫 is three."""
+    pieces = ["</s>", "a", "▁b", "<0xC3>", "<0xA9>", "<0xE7>", "<0x8C>", "<0xAB>"]
+    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
+    engine = tokenizers.Tokenizer(model)
+    parts = [
+        tokenizers.decoders.Replace("▁", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+    ]
+    engine.decoder = tokenizers.decoders.Sequence(parts)
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>")
+    rows = [[1, 3, 4, 2, 0], [4, 5, 6], [7, 1, 5], [3, 4, 1]]  # aé b, ..é 猫, .. a, é a
+    held_out = [[{"input_ids": np.array(row)}] for row in rows]
+    assert bytes_per_token(held_out, own) == pytest.approx((1 + 1 + 2 + 1 + 1 + 1 + 1 + 1 + 1) / 10)
