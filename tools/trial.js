@@ -3,6 +3,7 @@
 const STYLE = `
   .verdicts { width: auto; }
   .verdicts td { white-space: nowrap; vertical-align: middle; padding-right: 18px; }
+  .verdicts td:last-child { white-space: normal; }
   .word.better { color: var(--good); }
   .word.worse, .word.failed { color: var(--bad); }
   .effect .zero { stroke: var(--dim); stroke-dasharray: 2 2; }

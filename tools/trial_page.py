@@ -8,7 +8,6 @@ import statistics
 from common.run.parts.report import cut, describe_run, embedded, prompt_text, scores_of, write_page
 
 from tools.report import differing
-from tools.trial_statistics import POWER
 from tools.trial_verdict import UNKNOWN, Outcome, Row
 
 SCRIPT = Path(__file__).with_name("trial.js")  # of the page: what report.html does not have
@@ -63,8 +62,8 @@ def because(side: Row) -> str:
         return ""
     needs = side["metrics"][0]["needs"]
     if needs is None:
-        return "; more seeds alone would not tell such a difference apart"
-    return f"; a difference like this one needs {needs} seeds (found {POWER:.0%} of the time)"
+        return "; no number of seeds would tell such a difference apart: more prompts"
+    return f"; such a difference takes about {needs} seeds"
 
 
 def cells(row: Row) -> list[str]:

@@ -448,7 +448,7 @@ def test_the_page_draws_verdicts_diffs_curves_and_prompts(fake, tmp_path):
         "EDIT = 0.3",
         "question 0",
         "error: no rows in chats.jsonl",
-        "needs",
+        "such a difference takes about",
     ):
         assert text in markup, text
     assert markup.count('class="seed"') >= 6 and "<u>" not in markup
