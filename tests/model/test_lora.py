@@ -175,6 +175,12 @@ def test_adapters_have_pefts_gradients(kind):
     assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
 
 
+def test_every_named_layer_exists():
+    """peft passes over a misspelt one, if another is right."""
+    with pytest.raises(UserError, match="--lora_target_modules v_prj: no layer of LlamaForCausalLM"):
+        add_lora(CommonArgs(**ARGS, lora_target_modules=["q_proj", "v_prj"]), wrap(tiny_lm("llama")))
+
+
 # --- rows of new tokens -------------------------------------------------------------------------------------
 
 
