@@ -19,4 +19,4 @@ if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
 # importing the libraries takes 0.7 s less; `Run.steps` restores the default
 gc.set_threshold(100_000, 20, 100)
-START = time.time()  # of this process, except for Python's own startup: --max_hours counts from here
+START = time.monotonic()  # of this process, except for Python's own startup: --max_hours counts from here

@@ -19,7 +19,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.data.tables import load_table, read_dataset, read_table
 from common.data.types import Row, without_nulls
-from common.errors import UserError
+from common.errors import UserError, say
 from common.files import lines
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
@@ -102,6 +102,11 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
             if trained.isdisjoint(file.resolve() for file in files_of(source) or ())
         ]
         evaluation = [source for source in apart if _has_split(source)]
+        tests = [] if evaluation else [dataclasses.replace(source, split="test") for source in apart]
+        if args.dataset_eval_split == "validation" and any(map(_has_split, tests)):
+            say(
+                "data: no validation split, so nothing is evaluated; there is a test split: --dataset_eval_split test"
+            )
         if not evaluation and args.dataset_eval_split != "validation":  # the default, which need not be there
             raise UserError(
                 f"--dataset_eval_split {args.dataset_eval_split}: no source has it, beside what is trained on"

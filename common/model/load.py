@@ -254,13 +254,29 @@ def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
 
 
 def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
-    """Extend the embedding and the head to at least vocab_size rows."""
+    """Extend the embedding and the head to at least vocab_size rows. Rows of zeros below that, into which new
+    tokens have moved, become the mean of the others, about as those that are added."""
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")
         with torch.random.fork_rng(devices=[]):  # the same random rows for the reference and on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
+    padding = getattr(lm.get_input_embeddings(), "padding_idx", None)
+    for part in (lm.get_input_embeddings(), lm.get_output_embeddings()):
+        if part is None or not part.weight.is_floating_point():
+            continue
+        weight = part.weight.detach()
+        is_empty = (weight == 0).all(1)
+        known = weight[~is_empty]
+        if padding is not None:
+            is_empty[padding] = False
+        is_empty[vocab_size:] = False
+        if is_empty.any() and len(known):
+            weight[is_empty] = known.float().mean(0).to(weight.dtype)
+            say(
+                f"model: {int(is_empty.sum())} tokens have rows of zeros: they start as the mean of the others"
+            )
 
 
 def align(model: nn.Module) -> None:

@@ -132,6 +132,10 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         raise UserError(
             f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}"
         )
+    for target in [] if everything else wanted:  # peft passes over a misspelt one beside a right one
+        layers = (name for name, _ in [*lm.named_modules(), *lm.named_parameters()])
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            raise UserError(f"--lora_target_modules {target}: no layer of {type(lm).__name__} has this name")
     left_out = [rf".*\.{name}" for name in unfit]
     decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
     head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")

@@ -96,6 +96,10 @@ def refuse_launch(accelerator: Accelerator) -> None:
             bool(unused),
             f"{', '.join(unused)} has no effect here: expected true or false, and several processes",
         ),
+        (
+            precision == "fp16" and accelerator.device.type == "cpu",
+            "mixed precision fp16 on a CPU is float32 in silence: bf16, or no",
+        ),
         (precision not in PRECISIONS, f"mixed precision {precision}: expected {', '.join(PRECISIONS)}"),
         (
             kind == "FSDP" and not accelerator.is_fsdp2,

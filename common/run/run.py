@@ -164,6 +164,10 @@ class Run:
             say(
                 f"a step had {before}, now {windows.step_size}: more skips rows, fewer repeats some (but in a stream)"
             )
+        now = machine(accelerator)["versions"]
+        for library, version in state.get("versions", {}).items():
+            if now.get(library, version) != version:
+                say(f"{library} was {version}, now {now[library]}: the run goes on, and may round otherwise")
         return self.model, self.optimizer
 
     def keep(self, name: str, kept: T) -> T:
@@ -276,6 +280,7 @@ class Run:
         state = {
             "step_size": self.windows.step_size,
             "base_dtype": self.base_dtype,
+            "versions": machine(self.accelerator)["versions"],
             "parts": self._each("state", step),
         }
         written = save_checkpoint(

@@ -100,9 +100,9 @@ class Signals:
         if number == signal.SIGINT:
             # Within a second it is the same one: a launcher forwards what its processes also got from the
             # terminal.
-            if self.first_at and time.time() - self.first_at > 1.0:
+            if self.first_at and time.monotonic() - self.first_at > 1.0:
                 os._exit(128 + number)
-            self.first_at = self.first_at or time.time()
+            self.first_at = self.first_at or time.monotonic()
         self.noted.append(SIGNALS[number])
 
 
@@ -114,13 +114,13 @@ class Clock:
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.asked = 0.0  # the last question
         # the longest time between two: a step, with its evaluation
-        self.saved_at, self.longest = time.time(), 0.0
+        self.saved_at, self.longest = time.monotonic(), 0.0
         # a guess, until one has been measured
         self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))
 
     def asks(self) -> str:
         """What is due now: "stop", "save" or ""."""
-        now = time.time()
+        now = time.monotonic()
         self.longest = max(self.longest, now - self.asked) if self.asked else 0.0
         self.asked = now
         needed = 1.25 * (self.longest + self.save_seconds) + EXIT_SECONDS
@@ -130,5 +130,5 @@ class Clock:
 
     def saved(self) -> None:
         """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
-        self.saved_at = time.time()
+        self.saved_at = time.monotonic()
         self.save_seconds = self.saved_at - self.asked

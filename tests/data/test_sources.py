@@ -302,3 +302,13 @@ def test_reasons_that_differ_are_counted_together(tmp_path):
     dropped = convert(load_rows(name), encode, "rows")[1]["dropped"]
     assert len(dropped) < 25 and sum(found["count"] for found in dropped.values()) == 49
     assert "other reasons" in dropped
+
+
+def test_a_test_split_without_a_validation_split_is_named(tmp_path, capsys):
+    """Nothing is evaluated by default; with the flag it is."""
+    for split in ("train", "test"):
+        numbered(tmp_path / "data" / f"{split}.jsonl", 3)
+    folder = str(tmp_path / "data")
+    assert found(folder)[1] == [] and "--dataset_eval_split test" in capsys.readouterr().out
+    assert [source.split for source in found(folder, dataset_eval_split="test")[1]] == ["test"]
+    assert "no validation split" not in capsys.readouterr().out

@@ -175,6 +175,12 @@ def test_adapters_have_pefts_gradients(kind):
     assert layer.scaling["default"] == (8 / 2 if "use_rslora" in kind else 8 / 4)
 
 
+def test_every_named_layer_exists():
+    """peft passes over a misspelt one, if another is right."""
+    with pytest.raises(UserError, match="--lora_target_modules v_prj: no layer of LlamaForCausalLM"):
+        add_lora(CommonArgs(**ARGS, lora_target_modules=["q_proj", "v_prj"]), wrap(tiny_lm("llama")))
+
+
 # --- rows of new tokens -------------------------------------------------------------------------------------
 
 
@@ -204,6 +210,23 @@ def test_new_rows_are_the_same_in_every_model():
         grow_embedding(lm, V + 2)
     one, other = (lm.get_input_embeddings().weight for lm in models)
     assert torch.equal(one, other) and one[V:].std(0).min() > 0
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_new_tokens_in_rows_that_pad_the_embedding_start_as_grown_ones(kind):
+    """Phi-3 has 32,064 rows and 32,011 tokens: an added one finds a row of zeros, which says nothing."""
+    lm = tiny_lm(kind)
+    parts = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+    with torch.no_grad():
+        for part in parts:
+            part.weight[V - 4 :] = 0
+    before = [part.weight.detach().clone() for part in parts]
+    grow_embedding(lm, V - 2)
+    for part, old in zip(parts, before, strict=True):
+        weight = part.weight.detach()
+        mean = old[: V - 4][old[: V - 4].any(1)].mean(0)  # without the token that pads texts
+        assert torch.equal(weight[: V - 4], old[: V - 4]) and not weight[V - 2 :].any()
+        torch.testing.assert_close(weight[V - 4 : V - 2], mean.expand(2, -1))
 
 
 # All but llama have one matrix for embedding and head.

@@ -388,3 +388,14 @@ def test_a_longer_run_equals_an_uninterrupted_one(launch):
     launch("sft", *constant, output="longer")  # nothing is left but its end
     assert read_metrics(longer) == read_metrics(whole)
     assert json.loads((longer / "summary.json").read_text())["final"]["step"] == 8
+
+
+def test_a_run_that_goes_on_with_other_libraries_says_so(launch, capsys):
+    folder = launch("sft", *SFT, "--max_steps", "2", "--save_steps", "2")
+    state = folder / "checkpoint-2" / "trainer_state.json"
+    facts = json.loads(state.read_text())
+    facts["versions"]["transformers"] = "5.1.0"
+    state.write_text(json.dumps(facts))
+    write_manifest(state.parent)
+    launch("sft", *SFT, "--max_steps", "3", "--save_steps", "2")
+    assert "transformers was 5.1.0, now" in capsys.readouterr().out

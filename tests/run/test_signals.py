@@ -126,8 +126,8 @@ def test_the_clock_leaves_room_for_a_save(monkeypatch):
     """In minutes: a step takes up to 3 of the 60, a save 2, every 20; 1.25 times both and ten seconds are
     kept."""
     said, minutes = {}, 0
-    monkeypatch.setattr("time.time", lambda: START + 60 * minutes)
-    clock = Clock(CommonArgs(max_hours=1.0, save_minutes=20.0))
+    monkeypatch.setattr("common.run.signals.time.monotonic", lambda: START + 60 * minutes)
+    clock = Clock(CommonArgs(max_hours=1.0, save_minutes=20.01))
     for minutes in [*range(1, 22), *range(24, 45), *range(47, 55)]:
         if what := clock.asks():
             said[minutes] = what

@@ -112,6 +112,7 @@ def test_a_mistake_is_one_line_that_names_it(stage, text, named, launch, files):
 LAUNCHES = {
     "FSDP": {"ACCELERATE_USE_FSDP": "true"},  # Accelerate leaves it out on a CPU, in silence
     # What `accelerate launch --cpu --num_processes 2` sets.
+    "fp16 on a CPU": {"ACCELERATE_MIXED_PRECISION": "fp16"},
     "cpu_ddp.yaml": {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"},
 }
 
