@@ -164,7 +164,8 @@ def _whole_conversations(columns: Columns) -> Pair:
 
 
 def _prompt_and_answers(columns: Columns, format: str) -> Pair:
-    """A pair whose prompt has columns of its own. Both sides may repeat the prompt."""
+    """A pair whose prompt has columns of its own. Both sides may repeat it, also without its
+    system turn."""
     prompt = _turns(columns, format)
     chosen, rejected = _answer(columns["chosen"]), _answer(columns["rejected"])
     for repeated in (prompt, prompt[len(_system(columns)) :]):
