@@ -30,9 +30,8 @@ class TokenFile(NamedTuple):
 
     def sequence(self, i: int) -> Sequence:
         start, end, total = self.starts[i], self.ends[i], len(self.fields["input_ids"])
-        tokens: Any = slice(start, end)
-        if end > total:  # a row of a stream that goes on at its beginning, see `chunk`
-            tokens = np.arange(start, end) % total
+        # a row that is cut from a stream may go on at its beginning, see `chunk`
+        tokens = np.arange(start, end) % total if end > total else slice(start, end)
         sequence = {}
         for name, (per, _) in self.layout.fields.items():
             values = self.fields[name]
