@@ -56,9 +56,9 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
 
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
-    facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0}
+    facts = {"tokens": 0, "trained_tokens": 0}
     account, read, code, kinds = Account(), set(), {}, {}
-    layout: Layout | None = None
+    layout = None
     rows = enumerate(row for row, _ in read_rows(source))
     with tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2) as bar:
         for count, encoded in encode_all(rows, job, job.args.dataset_num_proc):

@@ -342,7 +342,7 @@ def encode_all(
         return
     # forked workers already have the tokenizer
     context = get_context("fork" if sys.platform == "linux" else "spawn")
-    waiting: deque = deque()  # bounds the chunks in memory
+    waiting = deque()  # bounds the chunks in memory
     pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
     try:
         for chunk in chunks:

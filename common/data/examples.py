@@ -115,10 +115,8 @@ class Examples:
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
         names = ("columns", "rows", "examples", "tokens", "trained_tokens", "dropped", "noted")
-        facts = []
-        for source, file in zip(self.sources, self.files, strict=True):
-            facts.append(source.facts() | {name: file.facts[name] for name in names})
-        return facts
+        pairs = zip(self.sources, self.files, strict=True)
+        return [source.facts() | {name: file.facts[name] for name in names} for source, file in pairs]
 
 
 class Wrapped(Examples):
@@ -265,9 +263,9 @@ def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
     lengths: (N,) tokens. An example of more than max_length tokens (a chat in several contexts, each of which
     has fewer) has a pack of its own.
     """
-    packs: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # free room -> packs with that much
-    rooms: list[int] = []  # the keys of by_room, sorted
+    packs = []
+    by_room = {}  # free room -> packs with that much
+    rooms = []  # the keys of by_room, sorted
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         if length > max_length:

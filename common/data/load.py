@@ -52,10 +52,9 @@ class Rows:
         curriculum_column: str | None = None,
     ):
         """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
-        self.sources, self.counts, self._facts = sources, [], []
-        self.rows: list[dict[str, Any]] = []
+        self.sources, self.rows, self.counts, self._facts = sources, [], [], []
         column = None if curriculum_column == "length" else curriculum_column
-        difficulty: list[float] = []  # of each row
+        difficulty = []  # of each row
 
         def encode(row: Row) -> tuple[dict[str, Any], float]:
             encoded = function(row)
@@ -71,7 +70,7 @@ class Rows:
             self.counts.append(len(results))
             self._facts.append(source.facts() | facts | {"tokens": tokens})
         # A reward gets the same columns whatever rows it is called with, and so on any number of processes.
-        nothing: dict[str, Any] = {}
+        nothing = {}
         for row in self.rows:
             nothing |= dict.fromkeys(row)
         self.rows = [nothing | row for row in self.rows]

@@ -178,7 +178,7 @@ def shorten(chat: Example, probability: float, rng: np.random.Generator) -> Exam
     """With the given probability, end the chat (its sequences in order, see tokens.tokenize_messages) after a
     random trained turn other than its last."""
     luck, which = rng.random(2)
-    turns: list[tuple[int, int]] = []  # the sequence of each trained turn, and its end there
+    turns = []  # the sequence of each trained turn, and its end there
     for s, sequence in enumerate(chat):
         mask = np.append(sequence["loss_mask"].astype(np.int8), 0)
         for end in np.flatnonzero(np.diff(mask) < 0) + 1:

@@ -92,7 +92,7 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
 def _evaluation_splits(args: CommonArgs, train: list[Source]) -> list[Source]:
     """The evaluation split of those training sources that have one whose files are not trained on."""
     split = args.dataset_eval_split
-    trained: set[Path] = set()
+    trained = set()
     for source in train:
         trained |= _real_files(source)
     evaluation = []
@@ -166,8 +166,7 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
 
 def _labelled(sources: list[Source]) -> list[Source]:
     """The sources with labels: a file's stem or the last part of a name, with -2, -3 for duplicates."""
-    taken: set[str] = set()
-    labelled = []
+    taken, labelled = set(), []
     for source in sources:
         path = Path(source.path).expanduser()
         stem = plain(path).stem if path.is_file() else Path(os.path.abspath(path)).name
@@ -373,7 +372,7 @@ def _object(where: str, value: Any) -> Row:
 
 def _read_paragraphs(path: Path) -> Iterator[Row]:
     """Blocks between blank lines. One of more than MAX_BLOCK bytes ends at a line break."""
-    block: list[str] = []
+    block = []
     where, size = "", 0
     for number, text in itertools.chain(lines(path), [(0, "")]):
         if text.strip():

@@ -6,7 +6,7 @@ tokenised, packed and shuffled among themselves. So `stream[position]` is a func
 any other order, and a checkpoint needs only a block's cursors to resume without reading from the start.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.args import CommonArgs
@@ -20,7 +20,6 @@ from common.errors import UserError, say
 import numpy as np
 
 BLOCK_ROWS = 10_000  # rows that are packed and shuffled together, over all sources
-Start = tuple[int, int, list[Cursor | None]]
 Cut = Callable[[Examples], Examples]  # packing or chunking of a block's examples
 
 
@@ -44,7 +43,7 @@ class Stream:
         self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.accounts = [Account() for _ in sources]
-        self._layout: Layout | None = None  # common to all examples
+        self._layout = None  # common to all examples
         self.restore({"number": 0, "first": 0, "cursors": [None] * len(sources)})
 
     def apply(self, function: Cut) -> "Stream":
@@ -98,15 +97,15 @@ class Stream:
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a `state`."""
         # number, first position and cursors of the block from which to read
-        self._origin: Start = (state["number"], state["first"], state["cursors"])
+        self._origin = (state["number"], state["first"], state["cursors"])
         self._counted = state["number"]  # the blocks whose rows are counted
         self._forget()
 
     def _forget(self) -> None:
         """Read again from the origin on."""
         self._next = self._origin  # of the next block
-        self.blocks: list[Block] = []  # the last two that were read
-        self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None] * len(self.sources)
+        self.blocks = []  # the last two that were read
+        self._readers = [None] * len(self.sources)  # iterators over the rows of each source
 
     def _block(self, position: int) -> Block:
         if self.blocks and position < self.blocks[0].first:  # back beyond the blocks in memory
@@ -136,7 +135,7 @@ class Stream:
 
     def _rows(self, s: int, cursor: Cursor | None) -> tuple[list[Row], Cursor | None]:
         """A source's rows of a block, and the cursor after them. At its end a source starts again."""
-        rows: list[Row] = []
+        rows = []
         if self._readers[s] is None:
             self._readers[s] = read_rows(self.sources[s], cursor)
         while len(rows) < self.quotas[s]:

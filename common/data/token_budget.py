@@ -87,7 +87,7 @@ def _distribute(
 ) -> list[list[int]] | None:
     """The examples of each part, the dearest part first: each example, in this order, in the cheapest part
     with room. None: one has no room."""
-    members: list[list[int]] = [[] for _ in range(parts)]
+    members = [[] for _ in range(parts)]
     loads, totals = np.zeros(parts, np.int64), np.zeros(parts)
     for i in order:
         has_room = loads + sizes[i] <= max_tokens
