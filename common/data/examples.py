@@ -49,19 +49,19 @@ class Examples:
         """Raises UserError if the sources have different fields."""
         self.files, self.sources = files, sources
         self.counts = [len(file.rows) for file in files]  # examples of each source
-        self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
+        self._firsts = [0, *np.cumsum(self.counts).tolist()]
         nothing = np.zeros(0, np.int64)
         self.lengths = np.concatenate([nothing, *(file.sizes for file in files)])  # (examples,) tokens
         self.sequence_counts = np.concatenate([nothing, *(file.counts for file in files)])  # (examples,)
         # of each source: the number of the first sequence of each example
-        self._starts = [np.concatenate([[0], np.cumsum(file.counts)]).astype(np.int64) for file in files]
+        self._starts = [np.concatenate([[0], np.cumsum(file.counts)]) for file in files]
         self.longest = 0  # tokens of the longest sequence
         layout = None
         for file in files:
             if len(file.rows):
                 self.longest = max(self.longest, int((file.ends - file.starts).max()))
                 layout = agree(layout, file.layout)
-        difficulty = np.concatenate([np.zeros(0), *(file.difficulty for file in files)])
+        difficulty = np.concatenate([nothing, *(file.difficulty for file in files)])
         self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
 
     def __len__(self) -> int:
