@@ -8,6 +8,7 @@ have the values that they had.
 
 import ast
 from collections.abc import Callable
+from functools import partial
 import glob
 import hashlib
 from importlib.metadata import version
@@ -41,14 +42,12 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
     """All rows of the sources as examples, from the cache where available. Called on every process."""
     files = []
     for source in sources:
-        name = Path(
-            job.args.dataset_cache_dir, f"{source.label}-{digest([job.key, job.column, identity(source)])}"
-        )
+        name = f"{source.label}-{digest([job.key, job.column, identity(source)])}"
         folder = build_once(
             accelerator,
-            name,
-            lambda into, source=source: _build(source, job, into),
-            lambda made: _fits(made, job.args),
+            Path(job.args.dataset_cache_dir, name),
+            partial(_build, source, job),
+            partial(_fits, job.args),
         )
         files.append(_open(folder))
         Account(files[-1].facts).say(f"rows of {source.label}")
@@ -57,13 +56,12 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
 
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
-    facts: dict[str, Any] = {"tokens": 0, "trained_tokens": 0}
+    facts = {"tokens": 0, "trained_tokens": 0}
     account, read, code, kinds = Account(), set(), {}, {}
-    layout: Layout | None = None
+    layout = None
+    rows = enumerate(row for row, _ in read_rows(source))
     with tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2) as bar:
-        for count, encoded in encode_all(
-            enumerate(row for row, _ in read_rows(source)), job, job.args.dataset_num_proc
-        ):
+        for count, encoded in encode_all(rows, job, job.args.dataset_num_proc):
             account.merge(encoded.account)
             read |= encoded.read
             code |= encoded.code
@@ -91,10 +89,11 @@ def _build(source: Source, job: Job, folder: Path) -> None:
 def _open(folder: Path) -> TokenFile:
     """Open a folder written by _build, with its tokens memory-mapped."""
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-    kinds = enumerate(facts["arrays"])
-    maps = [np.memmap(folder / f"{number}.bin", dtype, "r", shape=(size,)) for number, (dtype, size) in kinds]
-    # slicing a memmap itself takes three times as long
-    lengths, counts, sizes, rows, difficulty, *values = map(np.asarray, maps)
+    arrays = []
+    for number, (dtype, size) in enumerate(facts["arrays"]):
+        # slicing a memmap itself takes three times as long
+        arrays.append(np.asarray(np.memmap(folder / f"{number}.bin", dtype, "r", shape=(size,))))
+    lengths, counts, sizes, rows, difficulty, *values = arrays
     layout, ends = Layout(*facts["layout"]), np.cumsum(lengths)
     fields = dict(zip(layout.fields, values, strict=True))
     return TokenFile(layout, ends - lengths, ends, counts, sizes, rows, difficulty, fields, facts)
@@ -156,7 +155,7 @@ def make_job(accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer, a
         raise UserError(
             f"encode is {encode!r}; expected a function of (row, tokenizer, args) at the script's top level"
         )
-    from common.processes import on_main_process  # it takes a second, and workers need it not
+    from common.processes import on_main_process  # slow to import, and not needed in workers
 
     return Job(encode, tokenizer, args, on_main_process(accelerator, lambda: key_of(encode, tokenizer)))
 
@@ -166,45 +165,50 @@ def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
     code of the user that is loaded, and the values at the top of both: they may come from a file or the
     environment."""
     script = inspect.getsourcefile(encode)
-    own = loaded_code(script)
-    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None) in own]
-    tables = {module.__name__: vars(module) for module in modules} | {encode.__module__: encode.__globals__}
-    values = {module: _values(table) for module, table in tables.items()}
-    return digest([_code(Path(script)), sorted(own.values()), values, fingerprint(tokenizer), *versions()])
+    code = loaded_code(script)
+    constants = {encode.__module__: _constants(encode.__globals__)}
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) in code:
+            constants[module.__name__] = _constants(vars(module))
+    parts = [_code(Path(script)), sorted(code.values()), constants, fingerprint(tokenizer), *versions()]
+    return digest(parts)
 
 
-def _values(table: dict[str, Any]) -> dict[str, Any]:
-    """What a module names at its top, as far as it is plain."""
-    found = {name: _plain(value) for name, value in table.items() if not name.startswith("__")}
-    return {name: value for name, value in found.items() if value is not None}
+def _constants(names: dict[str, Any]) -> dict[str, Any]:
+    """The constants at the top of a module, as JSON: numbers, texts, arrays and tensors, also within lists."""
+    constants = {}
+    for name, value in names.items():
+        content = _content(value)
+        if content is not None and not name.startswith("__"):
+            constants[name] = content
+    return constants
 
 
-def _plain(value: Any, depth: int = 12) -> Any:
-    """A number, a text, an array or a tensor, also within lists, sets and tables, as JSON, the same in every
-    process; None for anything else."""
+def _content(value: Any, depth: int = 12) -> Any:
+    """A value as JSON, the same in every process; None for what is no constant, such as a function."""
+    if isinstance(value, dict):
+        value = list(value.items())
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    if isinstance(value, list | tuple) and depth:
+        return [_content(part, depth - 1) for part in value]
+    if isinstance(value, str | bytes | int | float | complex | np.generic | Path | re.Pattern):
+        return repr(value)
     if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
         value = value.detach().cpu().double().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return [
-            str(value.dtype),
-            value.shape,
-            hashlib.sha256(pickle.dumps(np.ascontiguousarray(value))).hexdigest(),
-        ]
-    if isinstance(value, str | bytes | int | float | complex | np.generic | Path | re.Pattern):
-        return repr(value)
-    if isinstance(value, dict):
-        value = [*value.items()]
-    if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
-    return [_plain(part, depth - 1) for part in value] if isinstance(value, list | tuple) and depth else None
+        content = pickle.dumps(np.ascontiguousarray(value))
+        return [str(value.dtype), value.shape, hashlib.sha256(content).hexdigest()]
+    return None
 
 
-def _fits(folder: Path, args: CommonArgs) -> bool:
+def _fits(args: CommonArgs, folder: Path) -> bool:
     """Whether `encode` would read and import the same as when the folder was written."""
     facts = _open(folder).facts
-    return all(digest([getattr(args, name)]) == found for name, found in facts["args"].items()) and all(
-        file_hash(Path(path)) == found for path, found in facts["code"].items()
-    )
+    for name, old in facts["args"].items():
+        if digest([getattr(args, name)]) != old:
+            return False
+    return all(file_hash(Path(path)) == old for path, old in facts["code"].items())
 
 
 def digest(parts: list[Any]) -> str:
@@ -233,11 +237,15 @@ def _code(script: Path) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             node.body = [part for part in node.body if not _is_idle(part)] or [ast.Pass()]
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} | {"*"}
+    used = {"*"} | {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    lines = []
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
-            node.names = [one for one in node.names if (one.asname or one.name).split(".")[0] in used]
-    return "\n".join(ast.unparse(node) for node in tree.body if getattr(node, "names", True))
+            node.names = [alias for alias in node.names if (alias.asname or alias.name).split(".")[0] in used]
+            if not node.names:
+                continue
+        lines.append(ast.unparse(node))
+    return "\n".join(lines)
 
 
 def _is_idle(node: ast.stmt) -> bool:

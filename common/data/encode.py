@@ -74,9 +74,11 @@ class Account:
             raise
         self.examples += 1
         self.columns |= row.read & row.keys()
-        filled = {name for name in row.keys() - row.read if dict.get(row, name) is not None}
-        for note in [*notes, *([f"not read: {', '.join(sorted(filled))}"] if filled else [])]:
+        filled = [name for name in sorted(row.keys() - row.read) if dict.get(row, name) is not None]
+        for note in notes:
             _count(self.noted, note, [row.where])
+        if filled:
+            _count(self.noted, f"not read: {', '.join(filled)}", [row.where])
         return result
 
     def merge(self, other: "Account") -> None:
@@ -84,9 +86,9 @@ class Account:
         self.rows += other.rows
         self.examples += other.examples
         self.columns |= other.columns
-        for mine, others in ((self.dropped, other.dropped), (self.noted, other.noted)):
-            for reason, found in others.items():
-                _count(mine, reason, found["first"], found["count"])
+        for reasons, later in ((self.dropped, other.dropped), (self.noted, other.noted)):
+            for reason, tally in later.items():
+                _count(reasons, reason, tally["first"], tally["count"])
 
     def facts(self) -> dict[str, Any]:
         """As JSON."""
@@ -96,23 +98,23 @@ class Account:
         """Report the rows left out, and what is noted about more than a few. Raises UserError if no row is
         kept."""
         if not self.examples:
-            reasons = [f"{reason} (first: {found['first'][0]})" for reason, found in self.dropped.items()]
+            reasons = [f"{reason} (first: {tally['first'][0]})" for reason, tally in self.dropped.items()]
             raise UserError(f"none of the {self.rows} {what} can be used: {', '.join(reasons)}")
-        for reason, found in self.dropped.items():
+        for reason, tally in self.dropped.items():
             say(
-                f"data: {found['count']} of {self.rows} {what} left out: {reason} (first: {found['first'][0]})"
+                f"data: {tally['count']} of {self.rows} {what} left out: {reason} (first: {tally['first'][0]})"
             )
-        for note, found in self.noted.items():
-            if found["count"] > FEW * self.examples:
-                say(f"data: {found['count']} of {self.rows} {what}: {note} (first: {found['first'][0]})")
+        for note, tally in self.noted.items():
+            if tally["count"] > FEW * self.examples:
+                say(f"data: {tally['count']} of {self.rows} {what}: {note} (first: {tally['first'][0]})")
 
 
 def _count(reasons: Reasons, reason: str, first: list[str], count: int = 1) -> None:
     if reason not in reasons and len(reasons) >= REASONS:
         reason = "other reasons"
-    found = reasons.setdefault(reason, {"count": 0, "first": []})
-    found["count"] += count
-    found["first"] = [*found["first"], *first][:5]
+    tally = reasons.setdefault(reason, {"count": 0, "first": []})
+    tally["count"] += count
+    tally["first"] = [*tally["first"], *first][:5]
 
 
 def convert(rows: Iterable[Row], function: Callable[[Row], T], what: str) -> tuple[list[T], dict[str, Any]]:
@@ -163,23 +165,12 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
         # lists of different lengths, a tensor that numpy does not take
         except (ValueError, TypeError, RuntimeError):
             array = np.asarray(None)
-        kind = array.dtype.kind
-        if name == "input_ids":
-            valid = (
-                kind in ("u", "i")
-                and array.shape == (n,)
-                and n
-                and array.min() >= 0
-                and array.max() <= largest_id
-            )
-        elif name == "loss_mask":
-            valid = array.shape == (n,) and ((array == 0) | (array == 1)).all()
-        else:
-            valid = kind in DTYPES and array.shape in ((n,), ())
-        if valid:
+        is_valid = _is_valid(name, array, n, largest_id)
+        if is_valid:
+            dtype = np.int64 if name == "loss_mask" else DTYPES[array.dtype.kind]
             with np.errstate(over="ignore"):
-                checked[name] = array.astype(np.int64 if name == "loss_mask" else DTYPES[kind])
-        if not valid or not np.isfinite(checked[name]).all():
+                checked[name] = array.astype(dtype)
+        if not is_valid or not np.isfinite(checked[name]).all():
             raise UserError(
                 f"the field {name} is {quoted(sequence[name], 60)}; expected finite numbers, one or one for each of {n} "
                 f"tokens; input_ids of 0 to {largest_id}, a loss_mask of 0 and 1"
@@ -187,15 +178,25 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
     return checked
 
 
+def _is_valid(name: str, array: np.ndarray, n: int, largest_id: int) -> bool:
+    """Whether a field of n tokens has the kind, the shape and the range that it may have."""
+    if name == "input_ids":
+        if array.dtype.kind not in "ui" or array.shape != (n,) or n == 0:
+            return False
+        return array.min() >= 0 and array.max() <= largest_id
+    if name == "loss_mask":
+        return array.shape == (n,) and ((array == 0) | (array == 1)).all()
+    return array.dtype.kind in DTYPES and array.shape in ((n,), ())
+
+
 def layout_of(example: Example, where: str) -> Layout | None:
     """The layout of checked sequences; None: there are none. Raises UserError, naming the field, if they
     differ."""
     layout = None
     for sequence in example:
-        fields = {
-            name: ("token" if array.ndim else "sequence", str(array.dtype))
-            for name, array in sequence.items()
-        }
+        fields = {}
+        for name, array in sequence.items():
+            fields[name] = ("token" if array.ndim else "sequence", str(array.dtype))
         layout = agree(layout, Layout(fields, where))
     return layout
 
@@ -247,7 +248,10 @@ def recorded(args: CommonArgs, read: set[str]) -> CommonArgs:
 
     class Recorded(type(args)):
         def __getattribute__(self, name: str) -> Any:
-            read.update({name} & names if name not in ("__dict__", "__getstate__") else names)
+            if name in ("__dict__", "__getstate__"):
+                read.update(names)
+            elif name in names:
+                read.add(name)
             return super().__getattribute__(name)
 
     copied = Recorded.__new__(Recorded)
@@ -260,49 +264,57 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
 
     Raises UserError, naming the row, if `encode` does, and for sequences that cannot be trained on.
     """
-    kind = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
-    account, read, modules = Account(), set(), len(sys.modules)
+    id_dtype = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
+    account, read, num_modules = Account(), set(), len(sys.modules)
     args = recorded(job.args, read)
 
-    def encoded(row: Row) -> tuple[float, str, Example | str]:
+    def encode(row: Row) -> tuple[Example | str, str, float]:
         example = job.encode(row, job.tokenizer, args)
         difficulty = math.nan if job.column in (None, "length") else number_in(row, job.column)
         if isinstance(example, str):
             example = unicode(example)
         elif isinstance(example, list | tuple) and example:
-            example = [check_sequence(sequence, np.iinfo(kind).max) for sequence in example]
+            example = [check_sequence(sequence, np.iinfo(id_dtype).max) for sequence in example]
         else:
             raise UserError(f"encode gave {quoted(example, 60)}; expected a list of sequences, or a text")
-        return difficulty, row.where, example
+        return example, row.where, difficulty
 
-    results = [(number, account.attempt(encoded, row)) for number, row in rows]
-    made = [(number, *result) for number, result in results if result is not None]
-    documents = iter(
-        tokenize_documents([example for *_, example in made if isinstance(example, str)], job.tokenizer)
-    )
-    layout, sequences, counts, sizes, difficulties = None, [], [], [], []
-    for _, difficulty, where, example in made:
-        example = [whole(next(documents))] if isinstance(example, str) else example
+    results, numbers = [], []  # of the rows that are kept
+    for number, row in rows:
+        result = account.attempt(encode, row)
+        if result is not None:
+            results.append(result)
+            numbers.append(number)
+    texts = [example for example, *_ in results if isinstance(example, str)]
+    documents = iter(tokenize_documents(texts, job.tokenizer))
+    layout, sequences, lengths, counts, sizes, difficulties = None, [], [], [], [], []
+    for example, where, difficulty in results:
+        if isinstance(example, str):
+            example = [whole(next(documents))]
         layout = agree(layout, layout_of(example, where))
+        own_lengths = [len(sequence["input_ids"]) for sequence in example]
+        size = sum(own_lengths) - sum(shared_starts(example))
         sequences += example
+        lengths += own_lengths
         counts.append(len(example))
-        sizes.append(sum(len(sequence["input_ids"]) for sequence in example) - sum(shared_starts(example)))
-        difficulties.append(sizes[-1] if job.column == "length" else difficulty)
+        sizes.append(size)
+        difficulties.append(size if job.column == "length" else difficulty)
     fields = {}
-    for name, (per, _) in layout.fields.items() if layout else ():
-        values = (np.concatenate if per == "token" else np.array)([sequence[name] for sequence in sequences])
-        fields[name] = values.astype({"input_ids": kind, "loss_mask": np.uint8}.get(name, values.dtype))
+    for name, (_, dtype) in layout.fields.items() if layout else ():
+        dtype = {"input_ids": id_dtype, "loss_mask": np.uint8}.get(name, dtype)
+        values = [sequence[name] for sequence in sequences]
+        fields[name] = np.hstack(values).astype(dtype)  # arrays or numbers
     return Encoded(
-        np.array([len(sequence["input_ids"]) for sequence in sequences], np.int64),
+        np.array(lengths, np.int64),
         np.array(counts, np.int64),
         np.array(sizes, np.int64),
-        np.array([number for number, *_ in made], np.int64),
+        np.array(numbers, np.int64),
         np.array(difficulties, np.float64),
         layout,
         fields,
         account,
         read,
-        {} if len(sys.modules) == modules else loaded_code(inspect.getsourcefile(job.encode)),
+        {} if len(sys.modules) == num_modules else loaded_code(inspect.getsourcefile(job.encode)),
     )
 
 
@@ -319,18 +331,18 @@ def encode_all(
 
     Not multiprocessing.Pool: it waits forever for a worker that was killed.
     """
-    rows = iter(rows)
-    chunks = iter(lambda: list(islice(rows, CHUNK)), [])
-    some = list(islice(chunks, 2))
+    chunks = _chunks(rows)
+    first = list(islice(chunks, 2))
+    chunks = chain(first, chunks)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = num_proc or cores
-    chunks = chain(some, chunks)
-    if workers < 2 or len(some) < 2:
-        yield from ((len(chunk), encode_rows(chunk, job)) for chunk in chunks)
+    if workers < 2 or len(first) < 2:
+        for chunk in chunks:
+            yield len(chunk), encode_rows(chunk, job)
         return
     # forked workers already have the tokenizer
     context = get_context("fork" if sys.platform == "linux" else "spawn")
-    waiting: deque = deque()  # bounds the chunks in memory
+    waiting = deque()  # bounds the chunks in memory
     pool = ProcessPoolExecutor(workers, context, _start_worker, (job,))
     try:
         for chunk in chunks:
@@ -342,6 +354,12 @@ def encode_all(
             yield count, result.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chunks(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
+    rows = iter(rows)
+    while chunk := list(islice(rows, CHUNK)):
+        yield chunk
 
 
 _job: Job  # a worker's job

@@ -29,14 +29,14 @@ class TokenFile(NamedTuple):
     facts: dict[str, Any]
 
     def sequence(self, i: int) -> Sequence:
-        span: Any = slice(self.starts[i], self.ends[i])
-        total = len(self.fields["input_ids"])
-        if self.ends[i] > total:  # a row of a stream that goes on at its beginning, see `chunk`
-            span = np.arange(self.starts[i], self.ends[i]) % total
-        return {
-            name: values[span] if self.layout.fields[name][0] == "token" else values[i].item()
-            for name, values in self.fields.items()
-        }
+        start, end, total = self.starts[i], self.ends[i], len(self.fields["input_ids"])
+        # a row that is cut from a stream may go on at its beginning, see `chunk`
+        tokens = np.arange(start, end) % total if end > total else slice(start, end)
+        sequence = {}
+        for name, (per, _) in self.layout.fields.items():
+            values = self.fields[name]
+            sequence[name] = values[tokens] if per == "token" else values[i].item()
+        return sequence
 
 
 class Examples:
@@ -49,21 +49,20 @@ class Examples:
         """Raises UserError if the sources have different fields."""
         self.files, self.sources = files, sources
         self.counts = [len(file.rows) for file in files]  # examples of each source
-        self._firsts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int64).tolist()
+        self._firsts = [0, *np.cumsum(self.counts).tolist()]
         nothing = np.zeros(0, np.int64)
         self.lengths = np.concatenate([nothing, *(file.sizes for file in files)])  # (examples,) tokens
         self.sequence_counts = np.concatenate([nothing, *(file.counts for file in files)])  # (examples,)
         # of each source: the number of the first sequence of each example
-        self._starts = [np.concatenate([[0], np.cumsum(file.counts)]).astype(np.int64) for file in files]
-        # tokens of the longest sequence
-        self.longest = max(
-            (int((file.ends - file.starts).max()) for file in files if len(file.ends)), default=0
-        )
-        difficulty = np.concatenate([file.difficulty for file in files] or [np.zeros(0)])
-        self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
+        self._starts = [np.concatenate([[0], np.cumsum(file.counts)]) for file in files]
+        self.longest = 0  # tokens of the longest sequence
         layout = None
         for file in files:
-            layout = agree(layout, file.layout if len(file.rows) else None)
+            if len(file.rows):
+                self.longest = max(self.longest, int((file.ends - file.starts).max()))
+                layout = agree(layout, file.layout)
+        difficulty = np.concatenate([nothing, *(file.difficulty for file in files)])
+        self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -71,9 +70,14 @@ class Examples:
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        s = bisect.bisect_right(self._firsts, index) - 1
-        first, end = self._starts[s][index - self._firsts[s] :][:2].tolist()
+        s, index = self._place(index)
+        first, end = self._starts[s][index : index + 2].tolist()
         return [self.files[s].sequence(i) for i in range(first, end)]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The source of an example, and its index there."""
+        s = bisect.bisect_right(self._firsts, index) - 1
+        return s, index - self._firsts[s]
 
     def chats(self, index: int) -> list[Example]:
         """The examples of which an example is made: of a pack several."""
@@ -81,16 +85,18 @@ class Examples:
 
     def where(self, index: int) -> str:
         """The source and row of an example."""
-        s = bisect.bisect_right(self._firsts, index) - 1
-        return f"{self.sources[s].path} row {int(self.files[s].rows[index - self._firsts[s]]) + 1}"
+        s, index = self._place(index)
+        return f"{self.sources[s].path} row {int(self.files[s].rows[index]) + 1}"
 
     def add_field(self, name: str, values: np.ndarray) -> None:
         """Add a number for every sequence, (sequences,) over all sources, as the per-sequence field
         `name`."""
-        parts = np.split(values, np.cumsum([len(file.starts) for file in self.files])[:-1])
-        for s, (file, part) in enumerate(zip(self.files, parts, strict=True)):
+        first = 0
+        for s, file in enumerate(self.files):
+            part = values[first : first + len(file.starts)]
             layout = file.layout._replace(fields=file.layout.fields | {name: ("sequence", str(values.dtype))})
             self.files[s] = file._replace(layout=layout, fields=file.fields | {name: part})
+            first += len(part)
 
     def of_source(self, s: int) -> "Examples":
         """The examples of one source."""
@@ -103,9 +109,8 @@ class Examples:
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
-        return {
-            source.label: file.facts["digest"] for source, file in zip(self.sources, self.files, strict=True)
-        }
+        pairs = zip(self.sources, self.files, strict=True)
+        return {source.label: file.facts["digest"] for source, file in pairs}
 
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
@@ -120,12 +125,15 @@ class Wrapped(Examples):
     def __init__(self, files: list[TokenFile], documents: Examples, max_length: int):
         """documents: what was cut."""
         super().__init__(files, documents.sources)
-
-        def cut_again(number: int, seed: int) -> Examples:
-            return chunk(documents, max_length, start=(seed, number)) if number else self
-
+        self._documents, self._length = documents, max_length
         # sources with weights are in different passes, and a window may span two of each
-        self.in_pass = lru_cache(maxsize=2 * len(files))(cut_again)
+        self._later_pass = lru_cache(maxsize=2 * len(files))(self._cut_again)
+
+    def in_pass(self, number: int, seed: int) -> Examples:
+        return self._later_pass(number, seed) if number else self
+
+    def _cut_again(self, number: int, seed: int) -> Examples:
+        return chunk(self._documents, self._length, start=(seed, number))
 
 
 class Packs(Examples):
@@ -157,10 +165,8 @@ class Packs(Examples):
 
     def of_source(self, s: int) -> "Packs":
         """The packs of one source."""
-        first = sum(self.counts[:s])
-        return Packs(
-            self.examples, self.members[first : first + self.counts[s]], [self.counts[s]], self.max_length
-        )
+        first, count = sum(self.counts[:s]), self.counts[s]
+        return Packs(self.examples, self.members[first : first + count], [count], self.max_length)
 
 
 def pack(data: Data, max_length: int) -> Data:
@@ -175,12 +181,13 @@ def pack(data: Data, max_length: int) -> Data:
     bands = 1 if data.difficulty is None else BANDS
     members, counts, first = [], [], 0
     for count in data.counts:
-        these = np.arange(first, first + count)
+        examples = np.arange(first, first + count)
         if data.difficulty is not None:
-            these = these[np.argsort(data.difficulty[these], kind="stable")]
+            examples = examples[np.argsort(data.difficulty[examples], kind="stable")]
         before = len(members)
-        for part in np.array_split(these, bands):
-            members += [part[chosen] for chosen in best_fit(data.lengths[part], max_length)]
+        for band in np.array_split(examples, bands):
+            for chosen in best_fit(data.lengths[band], max_length):
+                members.append(band[chosen])
         counts.append(len(members) - before)
         first += count
     return Packs(data, members, counts, max_length)
@@ -207,39 +214,47 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
     for s, (source, file) in enumerate(zip(data.sources, data.files, strict=True)):
         if (file.counts > 1).any():
             raise UserError(f"{source.path}: examples of several sequences are not cut into chunks")
-        per_sequence = {name for name, (per, _) in file.layout.fields.items() if per == "sequence"}
+        per_sequence = [name for name, (per, _) in file.layout.fields.items() if per == "sequence"]
         if across and per_sequence:
             raise UserError(
                 f"{source.path}: a row holds several documents, so one number for each, {', '.join(per_sequence)}, has no "
                 "place: as many numbers as tokens (in encode), or --packing_strategy bfd"
             )
-        starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
-        pieces = -(-(ends - starts) // max_length)  # pieces per document
-        within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        begin = np.repeat(starts, pieces) + within * max_length
-        end = np.minimum(begin + max_length, np.repeat(ends, pieces))
-        kept = end - begin > 1
-        begin, end = begin[kept], end[kept]
-        if start is not None and len(begin):
+        starts, ends = _cut(file, max_length, across)
+        if start is not None and len(starts):
             total = len(file.fields["input_ids"])
-            shifted = (begin + np.random.default_rng((*start, s)).integers(total)) % total
-            begin, end = shifted, shifted + end - begin
-        of = np.searchsorted(file.ends, begin, side="right")  # the document in which a piece starts
-        fields = {
-            name: values[of] if name in per_sequence else values for name, values in file.fields.items()
-        }
+            shift = np.random.default_rng((*start, s)).integers(total)
+            lengths, starts = ends - starts, (starts + shift) % total
+            ends = starts + lengths
+        document = np.searchsorted(file.ends, starts, side="right")  # in which each piece starts
+        fields = dict(file.fields)
+        for name in per_sequence:
+            fields[name] = fields[name][document]
         files.append(
             file._replace(
-                starts=begin,
-                ends=end,
-                counts=np.ones(len(begin), np.int64),
-                sizes=end - begin,
-                rows=file.rows[of],
-                difficulty=file.difficulty[of],
+                starts=starts,
+                ends=ends,
+                counts=np.ones(len(starts), np.int64),
+                sizes=ends - starts,
+                rows=file.rows[document],
+                difficulty=file.difficulty[document],
                 fields=fields,
             )
         )
     return Wrapped(files, data, max_length) if across else Examples(files, data.sources)
+
+
+def _cut(file: TokenFile, max_length: int, across: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The starts and ends, (pieces,) each, of pieces of at most max_length tokens and more than one."""
+    # a stream is cut as if it were one document
+    starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
+    counts = -(-(ends - starts) // max_length)  # pieces of each document
+    firsts = np.cumsum(counts) - counts  # the number of its first piece
+    within = np.arange(counts.sum()) - np.repeat(firsts, counts)  # the number of each piece in its document
+    piece_starts = np.repeat(starts, counts) + within * max_length
+    piece_ends = np.minimum(piece_starts + max_length, np.repeat(ends, counts))
+    is_kept = piece_ends - piece_starts > 1
+    return piece_starts[is_kept], piece_ends[is_kept]
 
 
 def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
@@ -248,9 +263,9 @@ def best_fit(lengths: np.ndarray, max_length: int) -> list[list[int]]:
     lengths: (N,) tokens. An example of more than max_length tokens (a chat in several contexts, each of which
     has fewer) has a pack of its own.
     """
-    packs: list[list[int]] = []
-    by_room: dict[int, list[int]] = {}  # free room -> packs with that much
-    rooms: list[int] = []  # the keys of by_room, sorted
+    packs = []
+    by_room = {}  # free room -> packs with that much
+    rooms = []  # the keys of by_room, sorted
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         if length > max_length:

@@ -50,6 +50,7 @@ CHATS = {"messages", "conversations", "prompt", "completion", "response", "chose
 # as JSON, or as Python prints them
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 Columns = dict[str, Any]
+Pair = tuple[list[Message], ...]  # prompt, chosen, rejected
 
 
 def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]) -> str:
@@ -68,9 +69,11 @@ def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]
             for column in columns.keys() & {*needed, "input"}:
                 columns[column] = _decoded(column, columns[column])
             return name
-    found = ", ".join(f"{name!r}{' (null)' if value is None else ''}" for name, value in columns.items())
+    present = [f"{name!r} (null)" if columns[name] is None else repr(name) for name in columns]
     ways = ", or ".join(" + ".join(needed) for _, needed in formats)
-    raise BadRow(f"found the columns {found or 'none'}; needed: {ways} (rename columns: --columns new=old)")
+    raise BadRow(
+        f"found the columns {', '.join(present) or 'none'}; needed: {ways} (rename columns: --columns new=old)"
+    )
 
 
 # --- forms --------------------------------------------------------------------------------------------------
@@ -102,17 +105,16 @@ def as_chat(columns: Columns) -> dict[str, Any]:
             "an answer labelled good or bad, for KTO; for SFT keep the good rows (then --columns unused=label)"
         )
     if format == "alpaca":
-        answer = [{"role": "assistant", "content": _string(columns, "output")}]
-        return {"messages": _alpaca_prompt(columns) + answer} | _rendering(columns)
+        answer = {"role": "assistant", "content": _string(columns, "output")}
+        return {"messages": [*_turns(columns, format), answer]} | _rendering(columns)
     if format.startswith("prompt_"):
-        answer = format.removeprefix("prompt_")
-        prompt, completion = columns["prompt"], columns[answer]
-        if isinstance(prompt, str) and isinstance(completion, str) and not _system(columns):
-            return {"prompt": _string(columns, "prompt"), "completion": _string(columns, answer)}
-        prompt = _prompt_turns(columns)
-        messages = prompt + _answered(_answer(completion))
+        name = format.removeprefix("prompt_")
+        if isinstance(columns["prompt"], str) and isinstance(columns[name], str) and not _system(columns):
+            return {"prompt": _string(columns, "prompt"), "completion": _string(columns, name)}
+        prompt = _turns(columns, format)
+        messages = prompt + _answered(_answer(columns[name]))
         return {"messages": messages, "prompt_turns": len(prompt)} | _rendering(columns)
-    return {"messages": _answered(_conversation(columns))} | _rendering(columns)
+    return {"messages": _answered(_turns(columns, format))} | _rendering(columns)
 
 
 @may_reject
@@ -125,54 +127,70 @@ def as_preference(columns: Columns) -> dict[str, Any]:
     LLaMA-Factory's conversations or instruction with chosen and rejected.
     """
     format = format_of(columns, PREFERENCE)
-    chosen, rejected = columns["chosen"], columns["rejected"]
-    if not chosen or not rejected:
+    if not columns["chosen"] or not columns["rejected"]:
         raise BadRow("empty answer")
-
-    start = columns.get("prompt")
-    if str(start).startswith("\n\nHuman:") and all(
-        str(side).startswith(start) for side in (chosen, rejected)
-    ):
-        format = "implicit_prompt"  # HH-RLHF's strings, whose prompt has a column of its own, too
-    if format == "implicit_prompt":
-        read = _hh_messages if isinstance(chosen, str) else _messages
-        prompt, chosen, rejected = [], read(chosen), read(rejected)
-    elif (
-        format == "explicit_prompt"
-        and all(isinstance(text, str) for text in (columns["prompt"], chosen, rejected))
-        and not _system(columns)
-    ):
-        prompt, chosen, rejected = (_string(columns, name) for name in ("prompt", "chosen", "rejected"))
+    names = ("prompt", "chosen", "rejected")
+    is_text = format == "explicit_prompt" and all(isinstance(columns[name], str) for name in names)
+    if format == "implicit_prompt" or (is_text and _is_hh(columns)):
+        prompt, chosen, rejected = _whole_conversations(columns)
+    elif is_text and not _system(columns):
+        prompt, chosen, rejected = (_string(columns, name) for name in names)
     else:
-        if format == "explicit_prompt":
-            prompt = _prompt_turns(columns)
-        else:
-            prompt = _alpaca_prompt(columns) if format == "alpaca" else _conversation(columns)
-        chosen, rejected = _answer(chosen), _answer(rejected)
-        for repeated in (prompt, prompt[len(_system(columns)) :]):  # both sides may repeat the prompt
-            n = len(repeated)
-            if n and len(chosen) > n and chosen[:n] == repeated and rejected[:n] == repeated:
-                chosen, rejected = chosen[n:], rejected[n:]
-    by_assistant = all(
-        isinstance(side, list) and side[:1] and side[0]["role"] == "assistant" for side in (chosen, rejected)
-    )
-    if format == "implicit_prompt" or by_assistant:  # turns that both sides share are no answer
-        pairs = enumerate(zip(chosen, rejected, strict=False))
-        starts = [
-            n for n, (a, b) in pairs if a["role"] == b["role"] == "assistant" and chosen[:n] == rejected[:n]
-        ]
-        n = max(starts, default=0)
-        prompt, chosen, rejected = prompt + chosen[:n], chosen[n:], rejected[n:]
-    if format == "implicit_prompt" and prompt and prompt[0]["role"] != "system":
-        prompt = _system(columns) + prompt
-    if not prompt:
-        raise BadRow("no shared prompt")
+        prompt, chosen, rejected = _prompt_and_answers(columns, format)
     if chosen == rejected:
         raise BadRow("chosen equals rejected")
     for side in (chosen, rejected):
-        if not isinstance(side, str) and [m["role"] for m in _answered(side)][:1] != ["assistant"]:
+        if isinstance(side, list) and not _is_answer(_answered(side)):
             raise BadRow("an answer that does not start with the assistant")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _rendering(columns)
+
+
+def _is_hh(columns: Columns) -> bool:
+    """Whether the strings are HH-RLHF's, whose prompt has a column of its own, too."""
+    prompt = columns["prompt"]
+    is_repeated = columns["chosen"].startswith(prompt) and columns["rejected"].startswith(prompt)
+    return is_repeated and prompt.startswith("\n\nHuman:")
+
+
+def _whole_conversations(columns: Columns) -> Pair:
+    """A pair whose sides are whole conversations, as messages or as HH-RLHF's strings."""
+    read = _hh_messages if isinstance(columns["chosen"], str) else _messages
+    prompt, chosen, rejected = _share_turns([], read(columns["chosen"]), read(columns["rejected"]))
+    if not prompt:
+        raise BadRow("no shared prompt")
+    if prompt[0]["role"] != "system":
+        prompt = _system(columns) + prompt
+    return prompt, chosen, rejected
+
+
+def _prompt_and_answers(columns: Columns, format: str) -> Pair:
+    """A pair whose prompt has columns of its own. Both sides may repeat it, also without its
+    system turn."""
+    prompt = _turns(columns, format)
+    chosen, rejected = _answer(columns["chosen"]), _answer(columns["rejected"])
+    for repeated in (prompt, prompt[len(_system(columns)) :]):
+        n = len(repeated)
+        if len(chosen) > n and chosen[:n] == rejected[:n] == repeated:
+            chosen, rejected = chosen[n:], rejected[n:]
+    if _is_answer(chosen) and _is_answer(rejected):
+        return _share_turns(prompt, chosen, rejected)
+    return prompt, chosen, rejected
+
+
+def _is_answer(messages: list[Message]) -> bool:
+    return bool(messages) and messages[0]["role"] == "assistant"
+
+
+def _share_turns(prompt: list[Message], chosen: list[Message], rejected: list[Message]) -> Pair:
+    """The pair with the turns that both sides share in its prompt, up to the last at which the assistant
+    answers in both."""
+    start = 0
+    for n, (one, other) in enumerate(zip(chosen, rejected, strict=False)):
+        if one["role"] == other["role"] == "assistant":
+            start = n
+        if one != other:
+            break
+    return prompt + chosen[:start], chosen[start:], rejected[start:]
 
 
 @may_reject
@@ -188,17 +206,16 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
     if format == "verl":
         row.setdefault("answer", row["reward_model"]["ground_truth"])
     row |= _rendering(row)
-    if format in ("prompt", "verl"):
-        is_text = isinstance(row["prompt"], str) and not _system(row)
-        prompt = _string(row, "prompt") if is_text else _prompt_turns(row)
-    else:
-        prompt = _alpaca_prompt(row) if format == "alpaca" else _conversation(row)
-    if isinstance(prompt, list):
-        prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
-        prompt = [{key: value for key, value in turn.items() if key != "train"} for turn in prompt]
-    if not prompt:
+    if isinstance(row.get("prompt"), str) and format in ("prompt", "verl") and not _system(row):
+        return row | {"prompt": _string(row, "prompt")}
+    turns = _turns(row, format)
+    if turns[-1]["role"] == "assistant":
+        turns.pop()
+    if not turns:
         raise BadRow("empty prompt")
-    return row | {"prompt": prompt}
+    for turn in turns:
+        turn.pop("train", None)
+    return row | {"prompt": turns}
 
 
 def _decoded(column: str, value: Any) -> Any:
@@ -208,11 +225,8 @@ def _decoded(column: str, value: Any) -> Any:
         return str(value)
     if column in CHATS and isinstance(value, str) and MESSAGES.match(value):
         turns = json.loads(value)
-        return (
-            turns
-            if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns)
-            else value
-        )
+        if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
+            return turns
     return value
 
 
@@ -233,36 +247,33 @@ def _optional(columns: Columns, name: str) -> str:
 
 def _rendering(columns: Columns) -> dict[str, Any]:
     """What the chat template gets beside the messages, if a row has it: {"tools", "chat_template_kwargs"}."""
-    found = {}
+    variables = {}
     for name in ("tools", "chat_template_kwargs"):
         value = without_nulls(columns.get(name))
         if isinstance(value, str) and value.strip():
             value = json.loads(value)
         if value:
-            found[name] = value
-    if isinstance(tools := found.get("tools"), dict):
-        found["tools"] = [tools]
+            variables[name] = value
+    tools = variables.get("tools")
+    if isinstance(tools, dict):
+        variables["tools"] = [tools]
     elif tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools is not a list of objects")
-    if not isinstance(found.get("chat_template_kwargs", {}), dict):
+    if not isinstance(variables.get("chat_template_kwargs", {}), dict):
         raise BadRow('chat_template_kwargs is not an object, such as {"enable_thinking": false}')
-    return found
+    return variables
 
 
-def _conversation(columns: Columns) -> list[Message]:
-    """The messages or conversations column (as JSON text, too) as messages, after the system turn."""
-    return _after_system(columns, columns.get("messages") or columns.get("conversations"))
-
-
-def _prompt_turns(columns: Columns) -> list[Message]:
-    """The prompt column, a string or messages, as messages, after the system turn."""
-    prompt = columns["prompt"]
-    return _after_system(
-        columns, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    )
-
-
-def _after_system(columns: Columns, turns: Any) -> list[Message]:
+def _turns(columns: Columns, format: str) -> list[Message]:
+    """The messages before the answer, or of the whole chat, after the system turn."""
+    if format == "alpaca":
+        return _alpaca_prompt(columns)
+    if format in ("messages", "sharegpt"):
+        turns = columns.get("messages") or columns.get("conversations")
+    else:
+        turns = columns["prompt"]
+        if isinstance(turns, str):
+            turns = [{"role": "user", "content": turns}]
     messages = _messages(turns)
     return messages if messages[0]["role"] == "system" else _system(columns) + messages
 
@@ -281,41 +292,47 @@ def _answered(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(turns: Any) -> list[Message]:
     """OpenAI messages or ShareGPT turns as a checked list of {"role", "content", ...}."""
-    if not isinstance(value, list) or not value:
-        raise BadRow("messages as text that is not JSON" if isinstance(value, str) else "no messages")
-    messages = []
-    for turn in value:
-        # Parquet gives every turn the keys of all turns, None where a turn lacks one.
-        name = turn.get("from") if turn.get("role") is None else turn["role"]
-        content = turn.get("value") if turn.get("content") is None else turn["content"]
-        if not isinstance(name, str) or name not in ROLES:
-            raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
-        is_trained = _is_trained(turn)
-        if isinstance(content, list):
-            is_trained = is_trained and _are_trained(content)
-            content = "".join(map(_part, content))
-        # OpenAI's before tool_calls
-        calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))
-        if content is None and calls:
-            content = ""
-        if not isinstance(content, str):
-            raise BadRow("a message without text content")
-        if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
-            calls, content = json.loads(content), ""
-        message = {"role": ROLES[name], "content": unicode(content)}
-        if thought := next((turn[key] for key in REASONING if turn.get(key)), ""):
-            message |= dict.fromkeys(REASONING, thought)
-        message |= {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key) is not None}
-        if calls or name == "function_call":
-            message["tool_calls"] = [
-                _tool_call(call) for call in (calls if isinstance(calls, list) else [calls])
-            ]
-        if not is_trained:
-            message["train"] = False
-        messages.append(message)
-    return messages
+    if isinstance(turns, str):
+        raise BadRow("messages as text that is not JSON")
+    if not isinstance(turns, list) or not turns:
+        raise BadRow("no messages")
+    return [_message(turn) for turn in turns]
+
+
+def _message(turn: Any) -> Message:
+    # Parquet gives every turn the keys of all turns, None where a turn lacks one.
+    name = turn.get("from") if turn.get("role") is None else turn["role"]
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    if not isinstance(name, str) or name not in ROLES:
+        raise BadRow(f"unknown role {name!r}; known: {', '.join(ROLES)}")
+    is_trained = _is_trained(turn)
+    if isinstance(content, list):
+        is_trained = is_trained and _are_trained(content)
+        content = "".join(map(_part, content))
+    # function_call is the name that OpenAI had before tool_calls
+    calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise BadRow("a message without text content")
+    if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
+        calls, content = json.loads(content), ""
+    message = {"role": ROLES[name], "content": unicode(content)}
+    for key in REASONING:
+        if turn.get(key):
+            message |= dict.fromkeys(REASONING, turn[key])
+            break
+    for key in ("name", "tool_call_id"):
+        if turn.get(key) is not None:
+            message[key] = turn[key]
+    if calls or name == "function_call":
+        calls = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [_tool_call(call) for call in calls]
+    if not is_trained:
+        message["train"] = False
+    return message
 
 
 def _part(part: Any) -> str:
@@ -375,18 +392,16 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
     """The system turn, the history and the instruction with its input, as messages."""
     messages = _system(columns)
     for pair in columns.get("history") or []:
-        if (
-            not isinstance(pair, (list, tuple))
-            or not all(isinstance(text, str) for text in pair)
-            or len(pair) != 2
-        ):
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not all(isinstance(text, str) for text in pair):
             raise BadRow("history is not a list of [question, answer]")
-        messages += [
-            {"role": r, "content": unicode(t)} for r, t in zip(("user", "assistant"), pair, strict=True)
-        ]
+        question, answer = pair
+        messages.append({"role": "user", "content": unicode(question)})
+        messages.append({"role": "assistant", "content": unicode(answer)})
     instruction = _string(columns, "instruction")
-    extra = _optional(columns, "input")
-    return [*messages, {"role": "user", "content": f"{instruction}\n{extra}" if extra else instruction}]
+    details = _optional(columns, "input")
+    messages.append({"role": "user", "content": f"{instruction}\n{details}" if details else instruction})
+    return messages
 
 
 def _hh_messages(text: str) -> list[Message]:
@@ -396,9 +411,9 @@ def _hh_messages(text: str) -> list[Message]:
         raise BadRow(
             "text before the first Human:/Assistant: turn (a prompt in another column: --columns prompt=NAME)"
         )
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    messages = [{"role": roles[name], "content": content.strip()} for name, content in turns]
+    messages = []
+    for name, content in zip(parts[::2], parts[1::2], strict=True):
+        messages.append({"role": ROLES[name.lower()], "content": content.strip()})
     if not messages or messages[-1]["role"] != "assistant":
         raise BadRow("no answer by the assistant at the end")
     return messages

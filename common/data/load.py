@@ -52,26 +52,28 @@ class Rows:
         curriculum_column: str | None = None,
     ):
         """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
-        self.sources, self.counts, self._facts = sources, [], []
-        self.rows: list[dict[str, Any]] = []
+        self.sources, self.rows, self.counts, self._facts = sources, [], [], []
         column = None if curriculum_column == "length" else curriculum_column
-        difficulty: list[float] = []  # of each row
+        difficulty = []  # of each row
 
         def encode(row: Row) -> tuple[dict[str, Any], float]:
             encoded = function(row)
             return encoded, number_in(row, column) if column else len(encoded["prompt_ids"])
 
         for source in sources:
-            found, facts = convert((row for row, _ in read_rows(source)), encode, "prompts")
-            self.rows += [row for row, _ in found]
-            self.counts.append(len(found))
-            difficulty += [number for _, number in found]
-            self._facts.append(
-                source.facts() | facts | {"tokens": sum(len(row["prompt_ids"]) for row, _ in found)}
-            )
+            results, facts = convert((row for row, _ in read_rows(source)), encode, "prompts")
+            tokens = 0
+            for row, number in results:
+                self.rows.append(row)
+                difficulty.append(number)
+                tokens += len(row["prompt_ids"])
+            self.counts.append(len(results))
+            self._facts.append(source.facts() | facts | {"tokens": tokens})
         # A reward gets the same columns whatever rows it is called with, and so on any number of processes.
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        self.rows = [{name: row.get(name) for name in names} for row in self.rows]
+        nothing = {}
+        for row in self.rows:
+            nothing |= dict.fromkeys(row)
+        self.rows = [nothing | row for row in self.rows]
         self.lengths = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
         self.longest = max(self.lengths.tolist(), default=0)
         self.difficulty = np.array(difficulty) if curriculum_column else None  # (rows,)
@@ -89,9 +91,11 @@ class Rows:
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
-        ends = np.cumsum(self.counts).tolist()
-        parts = [self.rows[end - count : end] for end, count in zip(ends, self.counts, strict=True)]
-        return {source.label: digest(part) for source, part in zip(self.sources, parts, strict=True)}
+        digests, first = {}, 0
+        for source, count in zip(self.sources, self.counts, strict=True):
+            digests[source.label] = digest(self.rows[first : first + count])
+            first += count
+        return digests
 
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""

@@ -86,13 +86,15 @@ class Order:
         else:
             # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the
             # epoch.
-            moments = np.concatenate([(np.arange(n) + rng.random(n)) / max(n, 1) for n in self.quotas])
-            order = np.concatenate([self._draw_source(s, epoch) for s in range(len(self.quotas))])[
-                np.argsort(moments)
-            ]
+            moments, parts = [], []
+            for s, n in enumerate(self.quotas):
+                moments.append((np.arange(n) + rng.random(n)) / max(n, 1))
+                parts.append(self._draw_source(s, epoch))
+            order = np.concatenate(parts)[np.argsort(np.concatenate(moments))]
         if epoch == 0 and self.difficulty is not None:
             n = round(CURRICULUM * len(order))
-            ranked = order[:n][np.argsort(self.difficulty[order[:n] % len(self)], kind="stable")]
+            difficulty = self.difficulty[order[:n] % len(self)]
+            ranked = order[:n][np.argsort(difficulty, kind="stable")]
             order[:n] = np.concatenate([rng.permutation(band) for band in np.array_split(ranked, BANDS)])
         return order
 
@@ -100,12 +102,13 @@ class Order:
         """The examples of source s in an epoch, continuing its permutations where the previous epoch
         ended."""
         n, N = self.quotas[s], self.counts[s]
-        turns = np.arange(epoch * n, (epoch + 1) * n)
-        passes = {
-            k: np.random.default_rng((self.seed, s, k)).permutation(N) for k in np.unique(turns // N).tolist()
-        }
-        drawn = [passes[k][turns[turns // N == k] % N] + k * len(self) for k in passes]
-        return sum(self.counts[:s]) + np.concatenate(drawn) if drawn else np.zeros(0, np.int64)
+        passes, places = np.divmod(np.arange(epoch * n, (epoch + 1) * n), N)
+        order = passes * len(self) + sum(self.counts[:s])
+        for number in np.unique(passes).tolist():
+            permutation = np.random.default_rng((self.seed, s, number)).permutation(N)
+            is_here = passes == number
+            order[is_here] += permutation[places[is_here]]
+        return order
 
 
 class Shuffled:
@@ -174,13 +177,13 @@ class ShortChats(Shuffled):
 def shorten(chat: Example, probability: float, rng: np.random.Generator) -> Example:
     """With the given probability, end the chat (its sequences in order, see tokens.tokenize_messages) after a
     random trained turn other than its last."""
-    wanted, which = rng.random(2)
-    turns: list[tuple[int, int]] = []  # the sequence of each trained turn, and its end there
+    luck, which = rng.random(2)
+    turns = []  # the sequence of each trained turn, and its end there
     for s, sequence in enumerate(chat):
         mask = np.append(sequence["loss_mask"].astype(np.int8), 0)
         for end in np.flatnonzero(np.diff(mask) < 0) + 1:
             turns.append((s, int(end)))
-    if wanted >= probability or len(turns) < 2:
+    if luck >= probability or len(turns) < 2:
         return chat
     s, end = turns[int(which * (len(turns) - 1))]
     last = {name: value[:end] if np.ndim(value) else value for name, value in chat[s].items()}

@@ -23,17 +23,16 @@ from common.errors import UserError, say
 from common.files import lines
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
-# Other names of splits, as the datasets library knows them; and words in the names of files that are held
-# out.
-ALIASES = {"validation": ("valid", "val", "dev"), "test": ("tests", "testing", "eval", "evaluation")}
-WORDS = "|".join(
-    ["held.?out", "hold.?out", *ALIASES, *(name for names in ALIASES.values() for name in names)]
-)
-HELD_OUT = re.compile(f"(^|[^a-z])({WORDS})([^a-z]|$)", re.IGNORECASE)
-DIVIDED = re.compile(f"(train|{WORDS})[^a-z]", re.IGNORECASE)  # the start of such names
+# The names of splits, as the datasets library knows them, and of files that are held out.
+SPLIT_NAMES = {
+    "validation": ["validation", "valid", "val", "dev"],
+    "test": ["test", "tests", "testing", "eval", "evaluation"],
+}
+HELD_OUT_NAMES = ["held.?out", "hold.?out", *SPLIT_NAMES["validation"], *SPLIT_NAMES["test"]]
+HELD_OUT = re.compile(f"(^|[^a-z])({'|'.join(HELD_OUT_NAMES)})([^a-z]|$)", re.IGNORECASE)
 # Files beside the data.
-NOTES = re.compile(
-    "(licen[cs]e|notice|readme|requirements)([^a-z].*)?[.]txt|(dataset_infos?|metadata)[.]json", re.I
+NOT_DATA = re.compile(
+    "(licen[cs]e|notice|readme|requirements)([^a-z].*)?[.]txt|(dataset_infos?|metadata)[.]json", re.IGNORECASE
 )
 # bytes of a .txt file without a blank line after which a document ends at the next line break
 MAX_BLOCK = 1 << 20
@@ -85,65 +84,64 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
             )
         return train, evaluation
     if args.eval_dataset_name:
-        evaluation = _labelled(
-            [_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name]
+        named = [_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name]
+        return train, _labelled(named)
+    return train, _evaluation_splits(args, train)
+
+
+def _evaluation_splits(args: CommonArgs, train: list[Source]) -> list[Source]:
+    """The evaluation split of those training sources that have one whose files are not trained on."""
+    split = args.dataset_eval_split
+    trained = set()
+    for source in train:
+        trained |= _real_files(source)
+    evaluation, has_tests = [], False
+    for source in train:
+        other = dataclasses.replace(source, split=split, max_samples=args.max_eval_samples)
+        if source.split == split or not trained.isdisjoint(_real_files(other)):
+            continue
+        if _has_split(other):
+            evaluation.append(other)
+        elif split == "validation":
+            has_tests = has_tests or _has_split(dataclasses.replace(other, split="test"))
+    if has_tests and not evaluation:
+        say(
+            "data: no validation split, so nothing is evaluated; there is a test split: --dataset_eval_split test"
         )
-    else:
-        change = {"split": args.dataset_eval_split, "max_samples": most}
-        splits = [
-            dataclasses.replace(source, **change)
-            for source in train
-            if source.split != args.dataset_eval_split
-        ]
-        trained = {file.resolve() for source in train for file in files_of(source) or ()}
-        apart = [
-            source
-            for source in splits
-            if trained.isdisjoint(file.resolve() for file in files_of(source) or ())
-        ]
-        evaluation = [source for source in apart if _has_split(source)]
-        tests = [] if evaluation else [dataclasses.replace(source, split="test") for source in apart]
-        if args.dataset_eval_split == "validation" and any(map(_has_split, tests)):
-            say(
-                "data: no validation split, so nothing is evaluated; there is a test split: --dataset_eval_split test"
-            )
-        if not evaluation and args.dataset_eval_split != "validation":  # the default, which need not be there
-            raise UserError(
-                f"--dataset_eval_split {args.dataset_eval_split}: no source has it, beside what is trained on"
-            )
-    return train, evaluation
+    if not evaluation and split != "validation":  # the default, which need not be there
+        raise UserError(f"--dataset_eval_split {split}: no source has it, beside what is trained on")
+    return evaluation
+
+
+def _real_files(source: Source) -> set[Path]:
+    return {file.resolve() for file in files_of(source) or ()}
 
 
 def training_sources(args: CommonArgs) -> list[Source]:
     """The training sources that the arguments name. Raises UserError for settings that contradict each
     other."""
-    sources = _labelled(
-        [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
-    )
-    if args.dataset_weights is not None:
-        if len(args.dataset_weights) != len(sources):
-            raise UserError("--dataset_weights: expected one weight for each source of --dataset_name")
-        pairs = zip(sources, args.dataset_weights, strict=True)
-        sources = [dataclasses.replace(source, weight=weight) for source, weight in pairs]
-    if args.eval_fraction:
-        sources = [
-            dataclasses.replace(source, held_out=args.eval_fraction, part="train") for source in sources
-        ]
-    return sources
+    sources = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
+    weights = [None] * len(sources) if args.dataset_weights is None else args.dataset_weights
+    if len(weights) != len(sources):
+        raise UserError("--dataset_weights: expected one weight for each source of --dataset_name")
+    settings = {"held_out": args.eval_fraction, "part": "train"} if args.eval_fraction else {}
+    pairs = zip(_labelled(sources), weights, strict=True)
+    return [dataclasses.replace(source, weight=weight, **settings) for source, weight in pairs]
 
 
 def identity(source: Source) -> dict[str, Any]:
     """Everything that a source's rows depend on, as JSON: its settings, and its files or its dataset's
     fingerprint."""
-    found = {
-        name: value for name, value in vars(source).items() if name not in ("weight", "label", "streaming")
-    }
+    facts = dict(vars(source))
+    for name in ("weight", "label", "streaming"):
+        del facts[name]
     files = files_of(source)
     if files is None:
-        table = load_table(source)
-        # streamed from the Hub it has none
-        return found | {"fingerprint": getattr(table, "_fingerprint", None)}
-    return found | {"files": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]}
+        # a dataset that is streamed from the Hub has none
+        facts["fingerprint"] = getattr(load_table(source), "_fingerprint", None)
+    else:
+        facts["files"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return facts
 
 
 def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
@@ -167,14 +165,16 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         return source
     if flag == "dataset_name":
         return dataclasses.replace(source, split=args.dataset_train_split)
-    splits = [dataclasses.replace(source, split=split) for split in (args.dataset_eval_split, "test")]
-    return next((named for named in splits if _has_split(named)), source)
+    for split in (args.dataset_eval_split, "test"):
+        part = dataclasses.replace(source, split=split)
+        if _has_split(part):
+            return part
+    return source
 
 
 def _labelled(sources: list[Source]) -> list[Source]:
     """The sources with labels: a file's stem or the last part of a name, with -2, -3 for duplicates."""
-    taken: set[str] = set()
-    labelled = []
+    taken, labelled = set(), []
     for source in sources:
         path = Path(source.path).expanduser()
         stem = plain(path).stem if path.is_file() else Path(os.path.abspath(path)).name
@@ -263,26 +263,44 @@ def files_of(source: Source) -> list[Path] | None:
     path = Path(source.path).expanduser()
     if path.is_file():
         return [path]
-    if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
-            return None
-        top, data = ([file for file in path.glob(name) if kind(file) in SUFFIXES] for name in ("*", "data/*"))
-        files = sorted(file for file in top if not NOTES.fullmatch(file.name))
-        # In data: a copy of a Hub dataset, beside which there may be a stats.json.
-        if not any(DIVIDED.match(file.name) or kind(file) not in (".txt", ".json") for file in files):
-            files = sorted(data) if not files or any(DIVIDED.match(file.name) for file in data) else files
-        # train.jsonl, train-1.csv, train_2.csv
-        split = "|".join([re.escape(source.split), *ALIASES.get(source.split, ())])
-        named = [file for file in files if re.match(f"({split})[^a-z]", file.name, re.IGNORECASE)]
-        held_out = [file for file in files if HELD_OUT.search(file.name)]
-        if source.split == "train":  # where all files are alike, the folder is what was asked for
-            named = [file for file in named if file not in held_out] or (
-                [] if 0 < len(held_out) < len(files) else files
-            )
+    if not path.is_dir():
+        if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
+            raise UserError(f"{source.path}: there is no such file or folder")
+        return None
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
+        return None
+    files = _data_files(path)
+    names = SPLIT_NAMES.get(source.split, [re.escape(source.split)])
+    named = [file for file in files if _starts_with(names, file)]
+    if source.split != "train":
         return named
-    if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
-        raise UserError(f"{source.path}: there is no such file or folder")
-    return None
+    held_out = [file for file in files if HELD_OUT.search(file.name)]
+    named = [file for file in named if file not in held_out]
+    if not named and len(held_out) in (0, len(files)):
+        return files  # all files are alike: the folder is what was asked for
+    return named
+
+
+def _data_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold rows; or those of its folder data, as in a copy of a Hub dataset, beside
+    which there may be a stats.json."""
+    splits = ["train", *HELD_OUT_NAMES]
+    files = [file for file in _readable(folder) if not NOT_DATA.fullmatch(file.name)]
+    if any(_starts_with(splits, file) or kind(file) not in (".txt", ".json") for file in files):
+        return files
+    data = _readable(folder / "data")
+    if not files or any(_starts_with(splits, file) for file in data):
+        return data
+    return files
+
+
+def _readable(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*") if kind(file) in SUFFIXES)
+
+
+def _starts_with(names: list[str], file: Path) -> bool:
+    """Whether a file is named after one of the splits: train.jsonl, train-1.csv, train_2.csv."""
+    return re.match(f"({'|'.join(names)})[^a-z]", file.name, re.IGNORECASE) is not None
 
 
 def _has_split(source: Source) -> bool:
@@ -331,7 +349,10 @@ def read_file(path: Path) -> Iterator[Row]:
 
 
 def _starts_a_list(path: Path) -> bool:
-    return next((text for _, text in lines(path) if text.strip()), "").lstrip().startswith("[")
+    for _, text in lines(path):
+        if text.strip():
+            return text.lstrip().startswith("[")
+    return False
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
@@ -359,7 +380,7 @@ def _object(where: str, value: Any) -> Row:
 
 def _read_paragraphs(path: Path) -> Iterator[Row]:
     """Blocks between blank lines. One of more than MAX_BLOCK bytes ends at a line break."""
-    block: list[str] = []
+    block = []
     where, size = "", 0
     for number, text in itertools.chain(lines(path), [(0, "")]):
         if text.strip():

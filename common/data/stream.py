@@ -6,7 +6,7 @@ tokenised, packed and shuffled among themselves. So `stream[position]` is a func
 any other order, and a checkpoint needs only a block's cursors to resume without reading from the start.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from common.args import CommonArgs
@@ -43,8 +43,8 @@ class Stream:
         self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.accounts = [Account() for _ in sources]
-        self._layout: Layout | None = None  # common to all examples
-        self.restore({"number": 0, "first": 0, "cursors": [None for _ in sources]})
+        self._layout = None  # common to all examples
+        self.restore({"number": 0, "first": 0, "cursors": [None] * len(sources)})
 
     def apply(self, function: Cut) -> "Stream":
         """The same stream, from its beginning, with one more function that packs or cuts the examples of each
@@ -52,28 +52,36 @@ class Stream:
         return Stream(self.sources, self.job, self.seed, (*self.functions, function))
 
     def __getitem__(self, position: int) -> Example:
+        examples, index = self._place(position)
+        return examples[index]
+
+    def _place(self, position: int) -> tuple[Examples, int]:
+        """The examples of a position's block, and the index in them."""
         block = self._block(position)
-        return block.examples[int(block.order[position - block.first])]
+        return block.examples, int(block.order[position - block.first])
 
     def where(self, position: int) -> str:
         """The source of the example at a position, and its row within the block."""
-        block = self._block(position)
-        return f"block {block.number}, {block.examples.where(int(block.order[position - block.first]))}"
+        examples, index = self._place(position)
+        return f"block {self._block(position).number}, {examples.where(index)}"
 
     def size(self, position: int) -> int:
         """Tokens of the example at a position."""
-        block = self._block(position)
-        return int(block.examples.lengths[block.order[position - block.first]])
+        examples, index = self._place(position)
+        return int(examples.lengths[index])
 
     @property
     def examples(self) -> Examples:
         """The examples that were read last, for inspection; initially those of the first block."""
-        return (self.blocks or [self._block(self._next[1])])[-1].examples
+        return self._last_block().examples
 
     @property
     def data(self) -> Examples:
         """The same before packing or cutting."""
-        return (self.blocks or [self._block(self._next[1])])[-1].data
+        return self._last_block().data
+
+    def _last_block(self) -> Block:
+        return self.blocks[-1] if self.blocks else self._block(self._next[1])
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of what is known of a source's rows before reading them}: sizes and times of its
@@ -88,15 +96,20 @@ class Stream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a `state`."""
-        self.blocks: list[Block] = []  # the last two that were read
-        self._readers: list[Iterator[tuple[Row, Cursor]] | None] = [None for _ in self.sources]
-        self._next: tuple[int, int, list[Cursor | None]] = (state["number"], state["first"], state["cursors"])
-        # where to go back to; the blocks whose rows are counted
-        self._origin, self._counted = self._next, state["number"]
+        # number, first position and cursors of the block from which to read
+        self._origin = (state["number"], state["first"], state["cursors"])
+        self._counted = state["number"]  # the blocks whose rows are counted
+        self._forget()
+
+    def _forget(self) -> None:
+        """Read again from the origin on."""
+        self._next = self._origin  # of the next block
+        self.blocks = []  # the last two that were read
+        self._readers = [None] * len(self.sources)  # iterators over the rows of each source
 
     def _block(self, position: int) -> Block:
         if self.blocks and position < self.blocks[0].first:  # back beyond the blocks in memory
-            self.blocks, self._readers, self._next = [], [None for _ in self.sources], self._origin
+            self._forget()
         while position >= self._next[1]:
             block = self._read(*self._next)
             self.blocks = [*self.blocks[-1:], block]
@@ -104,13 +117,12 @@ class Stream:
         return next(block for block in reversed(self.blocks) if block.first <= position)
 
     def _read(self, number: int, first: int, cursors: list[Cursor | None]) -> Block:
-        after, files = list(cursors), []
-        for s, quota in enumerate(self.quotas):
-            rows, after[s] = self._rows(s, quota, cursors[s])
-            encoded = [
-                part for _, part in encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)
-            ]
-            files.append(self._file(s, encoded, new=number == self._counted))
+        after, files = [], []
+        for s, cursor in enumerate(cursors):
+            rows, cursor = self._rows(s, cursor)
+            chunks = encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)
+            files.append(self._file(s, [encoded for _, encoded in chunks], number >= self._counted))
+            after.append(cursor)
         self._counted = max(self._counted, number + 1)
         data = examples = Examples(files, self.sources)
         for function in self.functions:
@@ -121,44 +133,44 @@ class Stream:
         order = np.random.default_rng((self.seed, number)).permutation(len(examples))
         return Block(number, first, cursors, after, data, examples, order)
 
-    def _rows(self, s: int, quota: int, cursor: Cursor | None) -> tuple[list[Row], Cursor | None]:
-        """The next rows of a source, which starts again at its end."""
-        rows: list[Row] = []
+    def _rows(self, s: int, cursor: Cursor | None) -> tuple[list[Row], Cursor | None]:
+        """A source's rows of a block, and the cursor after them. At its end a source starts again."""
+        rows = []
         if self._readers[s] is None:
             self._readers[s] = read_rows(self.sources[s], cursor)
-        while len(rows) < quota:
-            found = next(self._readers[s], None)
-            if found is None:
+        while len(rows) < self.quotas[s]:
+            try:
+                row, cursor = next(self._readers[s])
+                rows.append(row)
+            except StopIteration:
                 cursor, self._readers[s] = None, read_rows(self.sources[s])
-            else:
-                rows.append(found[0])
-                cursor = found[1]
         return rows, cursor
 
     def _file(self, s: int, encoded: list[Encoded], new: bool) -> TokenFile:
         """A source's part of a block; reports what is new about its rows. new: not read before."""
         account = self.accounts[s]
-        known = {*account.dropped, *account.noted}
-        if new:
-            for part in encoded:
+        said = {*account.dropped, *account.noted}
+        layout, filled = Layout({}, ""), []
+        for part in encoded:
+            if new:
                 account.merge(part.account)
-        for reason, found in [*account.dropped.items(), *account.noted.items()]:
-            if reason not in known:
-                out = " left out" if reason in account.dropped else ""
-                say(f"data: rows of {self.sources[s].label}{out}: {reason} (first: {found['first'][0]})")
-        filled = [part for part in encoded if part.layout]
-        for part in filled:
-            self._layout = agree(self._layout, part.layout)
-        layout = self._layout if filled else Layout({}, "")
-        about = ("lengths", "counts", "sizes", "rows", "difficulty")
-        lengths, counts, sizes, rows, difficulty = (
-            np.concatenate([getattr(part, name) for part in encoded]) for name in about
-        )
-        fields = {name: np.concatenate([part.fields[name] for part in filled]) for name in layout.fields}
+            if part.layout:
+                self._layout = layout = agree(self._layout, part.layout)
+                filled.append(part)
+        for reasons, what in ((account.dropped, " left out"), (account.noted, "")):
+            for reason, tally in reasons.items():
+                if reason not in said:
+                    say(f"data: rows of {self.sources[s].label}{what}: {reason} (first: {tally['first'][0]})")
+        arrays = []
+        for name in ("lengths", "counts", "sizes", "rows", "difficulty"):
+            arrays.append(np.concatenate([getattr(part, name) for part in encoded]))
+        fields = {}
+        for name in layout.fields:
+            fields[name] = np.concatenate([part.fields[name] for part in filled])
         trained = int(fields["loss_mask"].sum(dtype=np.int64)) if filled else 0
+        lengths, ends = arrays[0], np.cumsum(arrays[0])
         facts = account.facts() | {"tokens": int(lengths.sum()), "trained_tokens": trained}
-        ends = np.cumsum(lengths)
-        return TokenFile(layout, ends - lengths, ends, counts, sizes, rows, difficulty, fields, facts)
+        return TokenFile(layout, ends - lengths, ends, *arrays[1:], fields, facts)
 
 
 def check_stream(args: CommonArgs) -> None:

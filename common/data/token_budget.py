@@ -1,6 +1,7 @@
 """--max_tokens_per_batch: micro-batches that are filled by tokens, and cost about the same on each
 process."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 import heapq
 from typing import Any
@@ -28,11 +29,11 @@ class Budget:
 
     def start(self, step: int) -> int:
         """The position at which a window starts."""
-        known = step
-        while known not in self._borders:
-            known -= 1
-        for at in range(known, step):
-            self._borders[at + 1] = self._fill(self._borders[at])
+        first = step
+        while first not in self._borders:
+            first -= 1
+        for earlier in range(first, step):
+            self._borders[earlier + 1] = self._fill(self._borders[earlier])
         return self._borders[step]
 
     def restore(self, step: int, position: int) -> None:
@@ -71,20 +72,29 @@ def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[in
     # 1024.
     costs = [size + size * size / 12288 for size in sizes]
     dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
-    # If that finds no room: in order, each to the emptiest one, which is how `_fill` made sure that they fit.
-    for order, by in ((dearest_first, costs), (range(len(sizes)), sizes)):
-        members: list[list[int]] = [[] for _ in range(parts)]
-        loads, totals = np.zeros(parts, np.int64), np.zeros(parts)
-        for i in order:
-            room = loads + sizes[i] <= max_tokens
-            if not room.any():
-                break
-            k = int(np.where(room, totals, np.inf).argmin())
-            members[k].append(i)
-            loads[k] += sizes[i]
-            totals[k] += by[i]
-        else:
-            return [sorted(members[k]) for k in sorted(range(parts), key=lambda k: -totals[k])]
-    raise UserError(
-        f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches"
-    )
+    members = _distribute(dearest_first, sizes, costs, parts, max_tokens)
+    if members is None:  # in order, each to the emptiest one, which is how `_fill` made sure that they fit
+        members = _distribute(range(len(sizes)), sizes, sizes, parts, max_tokens)
+    if members is None:
+        raise UserError(
+            f"--max_tokens_per_batch {max_tokens}: {sum(sizes)} tokens do not fit in {parts} micro-batches"
+        )
+    return members
+
+
+def _distribute(
+    order: Iterable[int], sizes: SequenceOf[int], costs: SequenceOf[float], parts: int, max_tokens: int
+) -> list[list[int]] | None:
+    """The examples of each part, the dearest part first: each example, in this order, in the cheapest part
+    with room. None: one has no room."""
+    members = [[] for _ in range(parts)]
+    loads, totals = np.zeros(parts, np.int64), np.zeros(parts)
+    for i in order:
+        has_room = loads + sizes[i] <= max_tokens
+        if not has_room.any():
+            return None
+        k = int(np.where(has_room, totals, np.inf).argmin())
+        members[k].append(i)
+        loads[k] += sizes[i]
+        totals[k] += costs[i]
+    return [sorted(members[k]) for k in np.argsort(-totals, kind="stable")]

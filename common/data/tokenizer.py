@@ -29,19 +29,19 @@ def train_tokenizer(
 
     say(f"tokenizer: none named; training a byte-level BPE of {vocab_size} tokens on the documents")
     sources, account = training_sources(args), Account()  # what it counts is said when the rows are tokenised
-    rows = (row for source in sources for row, _ in read_rows(source))
-    texts = (account.attempt(lambda row: as_text(row, field), row) for row in rows)
 
-    parts = [
-        [identity(source) for source in sources],
-        vocab_size,
-        field,
-        *versions(),
-    ]
+    def texts() -> Iterator[str]:
+        for source in sources:
+            for row, _ in read_rows(source):
+                text = account.attempt(lambda row: as_text(row, field), row)
+                if text is not None:
+                    yield text
+
+    parts = [[identity(source) for source in sources], vocab_size, field, *versions()]
     folder = build_once(
         accelerator,
         Path(args.dataset_cache_dir, f"tokenizer-{digest(parts)}"),
-        lambda into: train_bpe(filter(None, texts), vocab_size).save_pretrained(into),
+        lambda into: train_bpe(texts(), vocab_size).save_pretrained(into),
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     for name in ("is_local", "local_files_only"):  # loading options that would be saved with it
