@@ -251,19 +251,14 @@ class Window:
         pair.
         """
         counted = sequences_of(example[sequences] for example in self.examples)
-        if counted and fields == ("loss_mask",):
-            # in one step: a thousand processes have ten thousand sequences
-            masks = [sequence["loss_mask"][1:] for sequence in counted]
-            return float(np.concatenate(masks).sum(dtype=np.float64))
         total = 0.0
         for sequence in counted:
-            factors = []
+            product = np.float64(1.0)
             for field in fields:
-                values = sequence[field]
+                values = np.array(sequence[field], np.float64)
                 if field == "loss_mask":
-                    values = np.append(0.0, values[1:])
-                factors.append(values)
-            product = np.prod(np.broadcast_arrays(*factors), axis=0, dtype=np.float64)
+                    values[0] = 0.0
+                product = product * values
             total += product.sum()
         return float(total)
 
