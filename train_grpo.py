@@ -39,7 +39,7 @@ from typing import Any, Literal
 from common.args import CommonArgs, arg
 from common.collators import Window
 from common.command_line import launch
-from common.data import Row, Tokenizer, as_prompt, load_prompts, tokenize_row
+from common.data import Row, Sequence, Tokenizer, as_prompt, load_prompts, tokenize_row
 from common.errors import UserError, say
 from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
@@ -205,9 +205,22 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
         completion.reward, completion.advantage = r, advantage
 
 
+def as_sequence(c: Completion, weight: float) -> Sequence:
+    """Prompt and completion as one sequence. What the loss reads is 0 on the prompt."""
+    prompt = c.prompt["prompt_ids"]
+    on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
+    return {
+        "input_ids": np.array(prompt + c.ids),
+        "loss_mask": on_completion,
+        "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
+        "advantage": on_completion * np.float32(c.advantage),
+        "token_weight": on_completion * np.float32(weight),
+    }
+
+
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
-    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps
-    micro-batches.
+    """A rollout as steps_per_generation windows, each of gradient_accumulation_steps micro-batches on every
+    process.
 
     A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays
     in the denominators, but is not run through the model.
@@ -215,7 +228,6 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     num_windows = args.steps_per_generation
     size = len(completions) // num_windows  # completions of a window, of all processes
     share = size // accelerator.num_processes
-    all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(len(c.ids)) for c in completions])
     run_all = args.beta > 0 or args.entropy_coef != 0
@@ -232,29 +244,15 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             window_completions=size,
             max_completion_length=args.max_completion_length,
         )
-        mine = range(
-            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
-        )
-        examples, others = [], []
-        for i in mine:
-            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
-            on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
-            sequence = {
-                "input_ids": np.array(prompt + c.ids),
-                "loss_mask": on_completion,
-                "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
-                "advantage": on_completion * np.float32(c.advantage),
-                "token_weight": on_completion * np.float32(weights[i - first]),
-            }
+        examples, mine = [], []  # mine: those that this process runs
+        for i, c in enumerate(completions[inside]):
+            sequence = as_sequence(c, weights[i].item())
+            examples.append([sequence])
             is_trained = c.counted and (run_all or sequence["advantage"].any())
-            (examples if is_trained else others).append([sequence])
-        micro_batches = [
-            part.tolist()
-            for part in np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)
-        ]
-        # a process that keeps none still runs one, masked by its window: the others wait
-        examples = examples or others[:1]
-        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // num_windows))
+            if is_trained and i // share == accelerator.process_index:
+                mine.append(i)
+        micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
+        windows.append(Window(accelerator, examples, [part.tolist() for part in micro_batches]))
     return windows
 
 

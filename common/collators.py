@@ -7,8 +7,9 @@ pair, a pack. A *micro-batch* is one flat row of examples. A *window* is all mic
 that make one optimizer step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Listing
+import itertools
 import math
 from typing import Any
 
@@ -43,41 +44,72 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     weight 0 makes it a filler, for a process that has no row left: loss_mask, sequence_mask and all other
     fields of the sequences are 0, and so is a FlatModel's output for it, so that it adds nothing to any sum.
     """
-    sequences = [sequence for example in examples for sequence in example]
-    lengths = [len(sequence["input_ids"]) for sequence in sequences]
+    sequences = sequences_of(examples)
+    lengths = lengths_of(sequences)
     shared = shared_starts(sequences)
-    starts = np.cumsum([0, *lengths])
-    column = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-    # which tokens of the sequences, end to end, are put into the row
-    own = column >= np.repeat(shared, lengths)
-    token_map = np.cumsum(own) - 1
-    for s in np.flatnonzero(shared):
-        token_map[starts[s] : starts[s] + shared[s]] = token_map[starts[s - 1] : starts[s - 1] + shared[s]]
+    # where each sequence's own tokens begin in the row, and where the last ones end
+    starts = np.cumsum([0, *lengths]) - np.cumsum([0, *shared])
+    T = int(starts[-1])
+    before = np.arange(T) - 1  # the place of the token before each: its left neighbour
+    token_map = None
+    if any(shared):
+        places = places_in_row(starts, shared)
+        for s, k in enumerate(shared):
+            if 0 < k < lengths[s]:  # its first own token follows the last one that it shares
+                before[starts[s]] = places[s][k - 1]
+        token_map = np.concatenate(places)
 
-    def row(name: str) -> np.ndarray:
-        return np.concatenate([sequence[name] for sequence in sequences])[own]
+    def row(fields: list[np.ndarray]) -> np.ndarray:
+        """The sequences' own tokens, end to end."""
+        return np.concatenate([values[k:] for values, k in zip(fields, shared, strict=True)])
 
-    positions = column[own]
-    T = len(positions)
-    loss_mask = row("loss_mask").astype(np.float32)
+    positions = row([np.arange(n) for n in lengths])
+    loss_mask = row([sequence["loss_mask"] for sequence in sequences]).astype(np.float32)
     loss_mask[positions == 0] = 0.0  # the first token of a sequence has no predecessor
-    # A row without a target still scores one token, so that every parameter takes part in the backward pass.
-    targets = np.flatnonzero(loss_mask) if loss_mask.any() else np.array([min(1, T - 1)])
+    targets = np.flatnonzero(loss_mask)
+    if not len(targets):
+        # one token is scored all the same, so that every parameter takes part in the backward pass
+        targets = np.array([min(1, T - 1)])
     batch = {
-        "input_ids": row("input_ids").astype(np.int64)[None],
+        "input_ids": row([sequence["input_ids"] for sequence in sequences]).astype(np.int64)[None],
         "position_ids": positions[None],
-        "cu_seqlens": np.cumsum([0, *lengths]) - np.cumsum([0, *shared]),
+        "cu_seqlens": starts,
         "loss_mask": loss_mask * np.float32(weight),
         "targets": targets,
-        "previous": token_map[np.flatnonzero(own)[targets] - 1],
+        "previous": before[targets].clip(min=0),
         "sequence_mask": np.full(len(lengths), weight, np.float32),
     }
-    for name, value in sequences[0].items():
-        if name not in ("input_ids", "loss_mask"):
-            values = np.asarray(row(name) if np.ndim(value) else [sequence[name] for sequence in sequences])
-            batch[name] = (values * weight).astype(DTYPES[values.dtype.kind])
-    tensors = {name: to_device(value, device) for name, value in batch.items()}
-    return tensors | {"lengths": lengths, "token_map": token_map if any(shared) else None}
+    for name in sequences[0]:
+        if name in ("input_ids", "loss_mask"):
+            continue
+        values = [sequence[name] for sequence in sequences]
+        is_per_token = np.ndim(values[0]) > 0
+        values = row(values) if is_per_token else np.asarray(values)
+        batch[name] = (values * weight).astype(DTYPES[values.dtype.kind])
+    for name, values in batch.items():
+        batch[name] = to_device(values, device)
+    return batch | {"lengths": lengths, "token_map": token_map}
+
+
+def sequences_of(examples: Iterable[Example]) -> list[Sequence]:
+    """The sequences of all examples, in their order."""
+    return list(itertools.chain.from_iterable(examples))
+
+
+def lengths_of(sequences: Listing[Sequence]) -> list[int]:
+    return [len(sequence["input_ids"]) for sequence in sequences]
+
+
+def places_in_row(starts: np.ndarray, shared: list[int]) -> list[np.ndarray]:
+    """For each sequence the places of its tokens in the row: its first `shared` ones are where the sequence
+    before it has them, its own ones lie between two `starts`."""
+    places: list[np.ndarray] = []
+    for start, end, k in zip(starts, starts[1:], shared, strict=False):
+        own = np.arange(start, end)
+        if k:
+            own = np.concatenate([places[-1][:k], own])
+        places.append(own)
+    return places
 
 
 def split_row(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
@@ -86,6 +118,34 @@ def split_row(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
     if batch["token_map"] is not None:
         values = values[to_device(batch["token_map"], values.device)]
     return list(values.split(batch["lengths"]))
+
+
+def own_tokens(units: list[Example]) -> list[int]:
+    """How many tokens each of these neighbours adds to a row: those that it shares with the one before are
+    there already."""
+    shared = shared_starts(sequences_of(units))
+    sizes = []
+    first = 0
+    for unit in units:
+        end = first + len(unit)
+        sizes.append(sum(lengths_of(unit)) - sum(shared[first:end]))
+        first = end
+    return sizes
+
+
+def split_evenly(units: list[Example], sizes: list[int], num_parts: int) -> list[list[Example]]:
+    """The units, in their order, as num_parts parts of about equal size, without the empty ones. A unit goes
+    to the part in which its middle lies."""
+    total = sum(sizes)
+    parts: dict[int, list[Example]] = {}
+    start = 0
+    for unit, size in zip(units, sizes, strict=True):
+        middle = start + size / 2
+        part = int(middle * num_parts // total)
+        part = min(part, num_parts - 1)  # at the very end, if the last unit has no token of its own
+        parts.setdefault(part, []).append(unit)
+        start += size
+    return list(parts.values())
 
 
 class Window:
@@ -99,15 +159,15 @@ class Window:
         *,
         indivisible: int = 1,
         origins: Callable[[], list[str]] | None = None,
-        num_tokens: int | None = None,
     ):
         """examples: those of all processes. mine: for each micro-batch of this process, the indices of its
         examples; every process has the same number of micro-batches. indivisible: sequences of an example
         that stay together even if a micro-batch is split: 2 for pairs. origins(): the source and row of each
-        example. num_tokens: over all processes, if `examples` does not contain all of them."""
-        if num_tokens is not None:  # made by the script: checked as what `encode` returns
-            layout_of([check_sequence(sequence) for example in examples for sequence in example], "a window")
-        self.examples, self.origins, self._num_tokens = examples, origins, num_tokens
+        example; None if the script has made them, which are then checked like those of `encode`."""
+        if origins is None:
+            checked = [check_sequence(sequence) for sequence in sequences_of(examples)]
+            layout_of(checked, "a window")
+        self.examples, self.origins = examples, origins
         self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
         self._micro_batches = self._split(1, math.inf)
         self.backward_calls = 0  # of this pass over the micro-batches
@@ -119,27 +179,24 @@ class Window:
         return self
 
     def _split(self, parts: int, tokens: float) -> list[list[Example]]:
-        found = []
+        micro_batches = []
         for members in self._mine:
-            step = self._indivisible
-            atoms = [
-                example[at : at + step]
-                for i in members
-                for example in [self.examples[i]]
-                for at in range(0, len(example), step)
-            ]
-            # a process without a row at the end of the run still takes part: its peers wait for its gradients
-            if not atoms:
-                found.append([])
+            units = []
+            for i in members:
+                units += self._units_of(self.examples[i])
+            if not units:
+                # a process without a row at the end of the run still takes part: its peers wait for its gradients
+                micro_batches.append([])
                 continue
-            sequences = [sequence for atom in atoms for sequence in atom]
-            own = np.array([len(sequence["input_ids"]) for sequence in sequences]) - shared_starts(sequences)
-            sizes = np.add.reduceat(own, np.cumsum([0, *map(len, atoms[:-1])]))
-            here = parts * max(1, int(sizes.sum() / parts / tokens))
-            part = (sizes.cumsum() - sizes / 2) * here // sizes.sum()  # about equal numbers of tokens
-            part = np.minimum(part, here - 1)  # a last sequence may have no token of its own
-            found += [[atoms[i] for i in np.flatnonzero(part == k)] for k in range(here) if (part == k).any()]
-        return found
+            sizes = own_tokens(units)
+            num_parts = parts * max(1, int(sum(sizes) / parts / tokens))
+            micro_batches += split_evenly(units, sizes, num_parts)
+        return micro_batches
+
+    def _units_of(self, example: Example) -> list[Example]:
+        """The parts of an example that are never split: pairs, or single sequences."""
+        step = self._indivisible
+        return [example[first : first + step] for first in range(0, len(example), step)]
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -149,10 +206,11 @@ class Window:
         # Accelerate's count of micro-batches: a window may have been abandoned half way
         self._accelerator.step = 0
         self.backward_calls = 0
-        for atoms in self._micro_batches:
-            yield flat_batch(
-                atoms or self.examples[:1], self._accelerator.device, weight=1.0 if atoms else 0.0
-            )
+        for units in self._micro_batches:
+            if units:
+                yield flat_batch(units, self._accelerator.device)
+            else:
+                yield flat_batch(self.examples[:1], self._accelerator.device, weight=0.0)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accelerate's backward pass, of a micro-batch's share of a sum over the window. Accelerate averages
@@ -171,26 +229,17 @@ class Window:
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences of this process's micro-batches."""
-        return [sequence for atoms in self._micro_batches for atom in atoms for sequence in atom]
+        return sequences_of(sequences_of(self._micro_batches))
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of all processes. Raises ValueError as `total` does."""
-        self._require_all("num_sequences")
-        return sum(len(example) for example in self.examples)
-
-    def _require_all(self, what: str) -> None:
-        if self._num_tokens is not None:
-            raise ValueError(
-                f"window.{what}: this process holds its own examples only: count where they are made"
-            )
+        """Sequences of all processes."""
+        return len(sequences_of(self.examples))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all processes."""
-        if self._num_tokens is not None:
-            return self._num_tokens
-        return sum(len(sequence["input_ids"]) for example in self.examples for sequence in example)
+        return sum(lengths_of(sequences_of(self.examples)))
 
     def total(self, *fields: str, sequences: slice = slice(None)) -> float:
         """Sum over the window, all processes, of a field, or of a product of fields, as they arrive in the
@@ -199,21 +248,19 @@ class Window:
         "weight") counts what reaches the loss.)
 
         sequences: those of each example that count, for instance slice(0, None, 2) for the first of each
-        pair. Raises ValueError if this process does not know the examples of the others (GRPO).
+        pair.
         """
-        self._require_all("total")
-        found = [sequence for example in self.examples for sequence in example[sequences]]
-        # in one step: a thousand processes have ten thousand sequences
-        if found and fields == ("loss_mask",):
-            return float(
-                np.concatenate([sequence["loss_mask"][1:] for sequence in found]).sum(dtype=np.float64)
-            )
-
-        def product(sequence: Sequence) -> np.ndarray:
-            arrived = [np.append(0.0, sequence[f][1:]) if f == "loss_mask" else sequence[f] for f in fields]
-            return np.prod(np.broadcast_arrays(*arrived), axis=0, dtype=np.float64)
-
-        return float(sum(product(sequence).sum() for sequence in found))
+        counted = sequences_of(example[sequences] for example in self.examples)
+        total = 0.0
+        for sequence in counted:
+            product = np.float64(1.0)
+            for field in fields:
+                values = np.array(sequence[field], np.float64)
+                if field == "loss_mask":
+                    values[0] = 0.0
+                product = product * values
+            total += product.sum()
+        return float(total)
 
     @torch.no_grad()
     def add_fields(self, values: Callable[[Batch], dict[str, torch.Tensor]]) -> None:
@@ -223,36 +270,37 @@ class Window:
         If memory runs out a micro-batch is processed in two halves, unless processes call a sharded model
         together.
         """
-        waiting = [atoms or self.examples[:1] for atoms in self._micro_batches]
-        for atoms in waiting:  # grows during the loop
-            batch = flat_batch(atoms, self._accelerator.device)
+        waiting = [units or self.examples[:1] for units in self._micro_batches]
+        for units in waiting:  # grows during the loop
+            batch = flat_batch(units, self._accelerator.device)
             try:
-                rows = {name: row.cpu() for name, row in values(batch).items()}
+                fields = {name: field.cpu() for name, field in values(batch).items()}
             except (RuntimeError, MemoryError) as error:
-                if not is_oom(error) or len(atoms) < 2 or self._accelerator.distributed_type in SHARDED:
+                if not is_oom(error) or len(units) < 2 or self._accelerator.distributed_type in SHARDED:
                     raise
-                rows = None
-            if rows is None:  # by now the exception is gone, and with it the tensors of its frames
+                fields = None
+            if fields is None:  # by now the exception is gone, and with it the tensors of its frames
                 empty_caches(self._accelerator.device)
-                waiting += [atoms[: len(atoms) // 2], atoms[len(atoms) // 2 :]]
+                half = len(units) // 2
+                waiting += [units[:half], units[half:]]
                 continue
-            sequences = [sequence for atom in atoms for sequence in atom]
-            for name, row in rows.items():
-                for sequence, part in zip(sequences, split_row(row, batch), strict=True):
+            sequences = sequences_of(units)
+            for name, field in fields.items():
+                for sequence, part in zip(sequences, split_row(field, batch), strict=True):
                     sequence[name] = part.numpy()
 
     @property
     def most_parts(self) -> int:
         """The largest number of parts into which any micro-batch can be split."""
-        step = self._indivisible
-        return max(sum(len(self.examples[i]) // step for i in members) for members in self._mine)
+        counts = []
+        for members in self._mine:
+            num_sequences = sum(len(self.examples[i]) for i in members)
+            counts.append(num_sequences // self._indivisible)
+        return max(counts)
 
     def largest(self) -> list[int]:
         """The lengths of the sequences of the micro-batch with the most tokens."""
-        lengths = [
-            [len(sequence["input_ids"]) for atom in atoms for sequence in atom]
-            for atoms in self._micro_batches
-        ]
+        lengths = [lengths_of(sequences_of(units)) for units in self._micro_batches]
         return max(lengths, key=sum)
 
 
@@ -317,8 +365,13 @@ class Windows:
         second process 1's. Planned from lengths alone, the same on every process."""
         if self._budget is not None:
             return self._budget.dealt(step)
-        B, n = self._batch_size, self.start(step + 1) - self.start(step)
-        return [list(range(min(i * B, n), min((i + 1) * B, n))) for i in range(self._parts)]
+        num_examples = self.start(step + 1) - self.start(step)
+        micro_batches = []
+        for i in range(self._parts):
+            first = min(i * self._batch_size, num_examples)  # the last window may be smaller
+            end = min(first + self._batch_size, num_examples)
+            micro_batches.append(list(range(first, end)))
+        return micro_batches
 
     def start(self, step: int) -> int:
         """The position at which a window starts."""
@@ -329,19 +382,22 @@ class Windows:
     def plan(self) -> dict[str, Any]:
         """The plan of the run: steps, examples and tokens per step, steps per epoch (None for a stream), and
         the sizes of the examples in the largest micro-batch, judging by the first windows."""
-        some = range(min(len(self), 50))
-        sizes, micro_batches = [], []
-        for step in some:  # in order: a stream does not go back
-            sizes.append([self.train.size(i) for i in range(self.start(step), self.start(step + 1))])
-            micro_batches += [[sizes[-1][i] for i in part] for part in self.dealt(step)]
-        per_step = sum(map(len, sizes)) / len(sizes) if self.max_tokens else self.size
+        steps = min(len(self), 50)
+        num_examples = num_tokens = 0
+        micro_batches = []
+        for step in range(steps):  # in order: a stream does not go back
+            sizes = [self.train.size(i) for i in range(self.start(step), self.start(step + 1))]
+            num_examples += len(sizes)
+            num_tokens += sum(sizes)
+            for members in self.dealt(step):
+                micro_batches.append([sizes[i] for i in members])
+        per_step = num_examples / steps if self.max_tokens else self.size
+        is_stream = not hasattr(self.train, "__len__")
         return {
             "steps": len(self),
             "examples_per_step": round(per_step, 1),
-            "tokens_per_step": round(sum(map(sum, sizes)) / len(sizes)),
-            "steps_per_epoch": round(len(self.train) / per_step, 2)
-            if hasattr(self.train, "__len__")
-            else None,
+            "tokens_per_step": round(num_tokens / steps),
+            "steps_per_epoch": None if is_stream else round(len(self.train) / per_step, 2),
             "largest_micro_batch": max(micro_batches, key=sum),
         }
 
@@ -368,11 +424,9 @@ def eval_batches(examples: Listing[Example], accelerator: Any, batch_size: int) 
     """
     step = batch_size * accelerator.num_processes
     for start in range(0, len(examples), step):
-        mine = [examples[i] for i in range(start, min(start + step, len(examples)))][
-            accelerator.process_index :: accelerator.num_processes
-        ]
-        yield (
-            flat_batch(mine, accelerator.device)
-            if mine
-            else flat_batch([examples[0]], accelerator.device, weight=0.0)
-        )
+        end = min(start + step, len(examples))
+        mine = [examples[i] for i in range(start + accelerator.process_index, end, accelerator.num_processes)]
+        if mine:
+            yield flat_batch(mine, accelerator.device)
+        else:
+            yield flat_batch([examples[0]], accelerator.device, weight=0.0)

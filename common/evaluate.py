@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that a vocabulary lacks
+KEPT = ("prompt", "tools", "chat_template_kwargs")  # of a held-out row that is completed
 
 
 class EvalPrompts(NamedTuple):
@@ -100,19 +101,18 @@ def evaluate_means(
             for batch in eval_batches(held_out.of_source(s), accelerator, args.per_device_eval_batch_size):
                 values = measure(batch)
                 names = list(values)
-                # 2 for pairs, whose sequences count together
-                step = len(batch[weights]) // len(values[names[0]])
+                num_items = len(values[names[0]])
+                step = len(batch[weights]) // num_items  # 2 for pairs, whose sequences count together
                 counts = batch[weights][::step]
-                sums = sums + torch.stack(
-                    [*((value * counts).sum() for value in values.values()), counts.sum()]
-                )
+                totals = [(value * counts).sum() for value in values.values()]
+                sums = sums + torch.stack([*totals, counts.sum()])
             table.append(accelerator.reduce(sums, "sum").tolist())
     shares = [source.weight for source in held_out.sources]
     if None in shares:
         shares = [row[-1] for row in table]
     means = {}
     for k, name in enumerate(names):
-        of_sources = (share * row[k] / row[-1] for share, row in zip(shares, table, strict=True))
+        of_sources = [share * row[k] / row[-1] for share, row in zip(shares, table, strict=True)]
         means[f"eval_{name}"] = sum(of_sources) / sum(shares)
     if len(table) > 1 and "loss" in names:
         k = names.index("loss")
@@ -172,38 +172,53 @@ def load_eval_prompts(
     --eval_reward_funcs is not given, and the weights of their sum. Raises UserError if one asks for a column
     that the rows, also those of training, do not have.
     """
-    own = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
-    scoring = (own, None) if own else (rewards or [], weights)
+
+    def with_ids(row: Row) -> dict[str, Any]:
+        if encode is None:
+            return tokenize_row(as_prompt(row), tokenizer)
+        return encode(row, tokenizer, args)
+
+    rewards = rewards or []
     if isinstance(train, Rows):
-        check_columns(rewards or [], train.rows)
+        check_columns(rewards, train.rows)
+    if args.eval_reward_funcs:
+        rewards = load_rewards(args.eval_reward_funcs, accelerator.device, "--eval_reward_funcs")
+        weights = None
     if args.eval_prompts:
+        source = Source(args.eval_prompts, columns=tuple(args.columns or ()))
+        rows, _ = convert(load_rows(source), with_ids, "prompts of --eval_prompts")
+    elif isinstance(held_out, Rows):
+        rows = held_out.rows
+    else:
+        rows = _first_prompts(args, tokenizer, held_out.sources or train.sources, prompt_of, max_length)
+        return EvalPrompts(rows, rewards, weights)
+    if args.eval_steps and rows:
+        check_columns(rewards, rows)
+    return EvalPrompts(rows, rewards, weights)
 
-        def ids_of(row: Row) -> dict[str, Any]:
-            return encode(row, tokenizer, args) if encode else tokenize_row(as_prompt(row), tokenizer)
 
-        rows = load_rows(Source(args.eval_prompts, columns=tuple(args.columns or ())))
-        rows = convert(rows, ids_of, "prompts of --eval_prompts")[0]
-        check_columns(scoring[0] if args.eval_steps else [], rows)
-        return EvalPrompts(rows, *scoring)
-    if isinstance(held_out, Rows):
-        check_columns(scoring[0] if args.eval_steps and len(held_out) else [], held_out.rows)
-        return EvalPrompts(held_out.rows, *scoring)
-    rows = []
-    found = (row for source in held_out.sources or train.sources for row, _ in read_rows(source))
-    for row in itertools.islice(found, 50 * args.num_samples):
+def _first_prompts(
+    args: CommonArgs,
+    tokenizer: Tokenizer,
+    sources: list[Source],
+    prompt_of: Callable[[Row], dict[str, Any]],
+    max_length: int | None,
+) -> list[dict[str, Any]]:
+    """The prompts of the first num_samples rows that have one, without other columns."""
+    prompts: list[dict[str, Any]] = []
+    rows = itertools.chain.from_iterable(map(read_rows, sources))
+    for row, _ in itertools.islice(rows, 50 * args.num_samples):
         with contextlib.suppress(BadRow, UserError):  # a row without a prompt is not an error here
-            shown = prompt_of(row)
-            kept = {
-                name: shown[name] for name in ("prompt", "tools", "chat_template_kwargs") if shown.get(name)
-            }
-            rows.append(tokenize_row(kept, tokenizer, max_length))
-        if len(rows) == args.num_samples:
+            prompt = prompt_of(row)
+            columns = {name: prompt[name] for name in KEPT if prompt.get(name)}
+            prompts.append(tokenize_row(columns, tokenizer, max_length))
+        if len(prompts) == args.num_samples:
             break
-    if args.num_samples and args.eval_steps and not rows:
+    if args.num_samples and args.eval_steps and not prompts:
         say(
             "no samples: no row that was looked at has a prompt of at most max_length tokens (--eval_prompts FILE)"
         )
-    return EvalPrompts(rows, *scoring)
+    return prompts
 
 
 class Completed(NamedTuple):
@@ -236,13 +251,12 @@ def complete(
             max_new_tokens=[limits[i] for i in mine],
             temperature=temperature,
         )
-    found = sorted(
-        gather_lists(accelerator, [(i, s.ids, s.finished) for i, s in zip(mine, sampled, strict=True)])
-    )
-    return [
-        Completed(ids, tokenizer.decode(ids, skip_special_tokens=True), finished)
-        for _, ids, finished in found
-    ]
+    numbered = [(i, s.ids, s.finished) for i, s in zip(mine, sampled, strict=True)]
+    completions = []
+    for _, ids, finished in sorted(gather_lists(accelerator, numbered)):
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        completions.append(Completed(ids, text, finished))
+    return completions
 
 
 def complete_prompts(
@@ -255,14 +269,25 @@ def complete_prompts(
     """
     metrics: dict[str, float] = {}
     samples: list[dict[str, Any]] = []
-    rows, ids = prompts.rows, [row["prompt_ids"] for row in prompts.rows]
-    how = {"max_new_tokens": args.eval_max_new_tokens, "seed": args.seed}
-    for temperature in args.eval_temperatures if rows else ():
-        found = complete(accelerator, model, tokenizer, ids, temperature=temperature, **how)
-        texts = [c.text for c in found]
-        scored = partial(score_by_name, prompts.rewards, rows, texts, [c.ids for c in found], prompts.weights)
-        means, shown = summarise(args, temperature, rows, texts, on_main_process(accelerator, scored))
-        metrics, samples = metrics | means, samples + shown
+    if not prompts.rows:
+        return metrics, samples
+    for temperature in args.eval_temperatures:
+        completions = complete(
+            accelerator,
+            model,
+            tokenizer,
+            [row["prompt_ids"] for row in prompts.rows],
+            max_new_tokens=args.eval_max_new_tokens,
+            temperature=temperature,
+            seed=args.seed,
+        )
+        texts = [completion.text for completion in completions]
+        ids = [completion.ids for completion in completions]
+        scored = partial(score_by_name, prompts.rewards, prompts.rows, texts, ids, prompts.weights)
+        scores = on_main_process(accelerator, scored)
+        new_metrics, new_samples = summarise(args, temperature, prompts.rows, texts, scores)
+        metrics |= new_metrics
+        samples += new_samples
     return metrics, samples
 
 
@@ -279,8 +304,9 @@ def summarise(
     suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
     means, samples = {}, []
     for name, values in scores.items():
-        if known := [value for value in values if value is not None]:
-            means[f"eval_{name}{suffix}"] = sum(known) / len(known)
+        numbers = [value for value in values if value is not None]
+        if numbers:
+            means[f"eval_{name}{suffix}"] = sum(numbers) / len(numbers)
     for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
         values = {name: values[i] for name, values in scores.items()}
         samples.append({"temperature": temperature, "prompt": row["prompt"], "completion": text} | values)

@@ -94,5 +94,6 @@ def keep_high_entropy(window: Window, accelerator: Accelerator, share: float) ->
     mine = [sequence["entropy"][sequence["loss_mask"] > 0] for sequence in window.sequences]
     all_tokens = np.concatenate([np.zeros(0, np.float32), *gather_lists(accelerator, mine)])
     threshold = np.quantile(all_tokens.astype(np.float64), 1 - share) if len(all_tokens) else 0.0
-    for sequence in (sequence for example in window.examples for sequence in example):
-        sequence["policy_mask"] = (sequence["entropy"] >= threshold).astype(np.float32)
+    for [sequence] in window.examples:
+        if "entropy" in sequence:  # it is run on this process
+            sequence["policy_mask"] = (sequence["entropy"] >= threshold).astype(np.float32)

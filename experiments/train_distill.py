@@ -211,12 +211,10 @@ def roll_out(
 
 
 def make_window(completions: list[Completion], args: Args, accelerator: Accelerator) -> Window:
-    """A rollout as a window of this process's sequences, in gradient_accumulation_steps micro-batches."""
+    """A rollout as a window, of gradient_accumulation_steps micro-batches on every process."""
     N = sum(len(c.ids) for c in completions)
-    all_tokens = N + sum(len(c.prompt["prompt_ids"]) for c in completions)
-    share = len(completions) // accelerator.num_processes
     examples = []
-    for c in completions[accelerator.process_index * share : (accelerator.process_index + 1) * share]:
+    for c in completions:
         prompt = c.prompt["prompt_ids"]
         on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
         sequence = {
@@ -226,8 +224,10 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
             "sampled": on_completion * c.sampled,
         }
         examples.append([sequence])
-    parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
-    return Window(accelerator, examples, [part.tolist() for part in parts], num_tokens=all_tokens)
+    share = len(examples) // accelerator.num_processes
+    mine = range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+    micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
+    return Window(accelerator, examples, [part.tolist() for part in micro_batches])
 
 
 def log_rollout(run: Run, step: int, completions: list[Completion], tokenizer: Tokenizer) -> None:

@@ -226,42 +226,35 @@ def add_advantages(completions: list[Completion], weights: list[float], args: Ar
 
 
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
-    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps
-    micro-batches.
+    """A rollout as steps_per_generation windows, each of gradient_accumulation_steps micro-batches on every
+    process.
 
     A completion without advantage has no gradient if the loss has neither a KL nor an entropy term: it stays
     in the denominators, but is not run through the model, unless a threshold over all completions is needed.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
-    all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
     thresholds = args.importance_correction == "sequence_mask" or args.top_entropy_quantile < 1
     run_all = args.beta > 0 or args.entropy_coef != 0 or thresholds
     windows = []
     for first in range(0, len(completions), size):
-        mine = range(
-            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
-        )
-        examples, others = [], []
-        for i in mine:
-            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
+        examples, mine = [], []  # mine: those that this process runs
+        for i, c in enumerate(completions[first : first + size]):
+            prompt = c.prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [1] * len(c.ids), np.float32)
             sequence = {
                 "input_ids": np.array(prompt + c.ids),
                 "loss_mask": on_completion,
                 "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
                 "advantage": on_completion * np.float32(c.advantage),
-                "place": i,
+                "place": first + i,
             }
+            examples.append([sequence])
             is_trained = c.counted and (run_all or sequence["advantage"].any())
-            (examples if is_trained else others).append([sequence])
-        parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
-        micro_batches = [part.tolist() for part in parts]
-        # a process that keeps none still runs one, masked by its window: the others wait
-        examples = examples or others[:1]
-        windows.append(
-            Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation)
-        )
+            if is_trained and i // share == accelerator.process_index:
+                mine.append(i)
+        micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
+        windows.append(Window(accelerator, examples, [part.tolist() for part in micro_batches]))
     return windows
 
 

@@ -188,23 +188,22 @@ def add_rewards(completions: list[Completion], weights: list[float]) -> None:
 
 
 def make_windows(completions: list[Completion], args: Args, accelerator: Accelerator) -> list[Window]:
-    """A rollout as steps_per_generation windows, of this process's sequences, in gradient_accumulation_steps
-    micro-batches.
+    """A rollout as steps_per_generation windows, each of gradient_accumulation_steps micro-batches on every
+    process.
 
     The reward of a completion is on its last token.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
     share = size // accelerator.num_processes
-    all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
+    mine = range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+    micro_batches = [part.tolist() for part in np.array_split(mine, args.gradient_accumulation_steps)]
     windows = []
     for first in range(0, len(completions), size):
-        N = sum(len(c.ids) * c.counted for c in completions[first : first + size])  # of the window
-        mine = range(
-            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
-        )
+        inside = completions[first : first + size]
+        N = sum(len(c.ids) * c.counted for c in inside)  # of the window
         examples = []
-        for i in mine:
-            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
+        for c in inside:
+            prompt = c.prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + [c.counted] * len(c.ids), np.float32)
             sequence = {
                 "input_ids": np.array(prompt + c.ids),
@@ -216,11 +215,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
                 "token_weight": on_completion / np.float32(max(N, 1)),
             }
             examples.append([sequence])
-        parts = np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)  # micro-batches
-        micro_batches = [part.tolist() for part in parts]
-        windows.append(
-            Window(accelerator, examples, micro_batches, num_tokens=all_tokens // args.steps_per_generation)
-        )
+        windows.append(Window(accelerator, examples, micro_batches))
     return windows
 
 
@@ -242,7 +237,7 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
     """Add returns to this process's completions, and advantages, whitened over all processes. Returns the
     explained variance of the critic."""
     pairs = []
-    for [sequence] in window.examples:
+    for sequence in window.sequences:
         on, rewards, values = sequence["loss_mask"] > 0, sequence["reward"], sequence["old_values"]
         if args.beta > 0 and args.use_kl_in_reward:
             rewards = rewards - args.beta * (sequence["old_logps"] - sequence["ref_logps"])
@@ -254,7 +249,7 @@ def add_advantages(window: Window, args: Args, accelerator: Accelerator) -> dict
         pairs += zip(sequence["advantage"][on].tolist(), sequence["return"][on].tolist(), strict=True)
     # all tokens that count
     advantages, returns = np.array(gather_lists(accelerator, pairs) or [(0.0, 0.0)]).T
-    for [sequence] in window.examples:
+    for sequence in window.sequences:
         whitened = (sequence["advantage"] - advantages.mean()) / (advantages.std() + 1e-8)
         sequence["advantage"] = (whitened * (sequence["loss_mask"] > 0)).astype(np.float32)
     return {"explained_variance": 1 - advantages.var() / returns.var()} if returns.var() > 0 else {}

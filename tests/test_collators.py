@@ -3,7 +3,7 @@
 import math
 
 from common.args import CommonArgs
-from common.collators import Window, Windows, eval_batches, flat_batch, split_row
+from common.collators import Window, Windows, eval_batches, flat_batch, split_evenly, split_row
 from common.data import sharing
 from common.data.encode import check_sequence
 from common.data.order import Order, Shuffled
@@ -82,14 +82,6 @@ def test_denominators_are_those_of_all_processes():
         assert window.total("loss_mask") == 17  # the first token of a sequence is no target
         assert window.total("loss_mask", sequences=slice(0, None, 2)) == 7
         assert [members(batch) for batch in window][2] == ([[train.order[4]] * 2, []][rank])
-
-
-def test_denominators_that_cannot_be_known_are_refused():
-    window = Window(process(), [[whole(np.arange(4))]], [[0]], num_tokens=99)
-    assert window.num_tokens == 99
-    for ask in (lambda: window.total("loss_mask"), lambda: window.num_sequences):
-        with pytest.raises(ValueError, match="this process holds its own examples only"):
-            ask()
 
 
 @pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
@@ -273,6 +265,23 @@ def test_a_flat_row_is_that_of_a_loop(random):
     # Nothing that is trained is lost, and each sequence counts its own.
     counts = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).tolist()
     assert counts == [one["loss_mask"][1:].sum() for one in sequences]
+
+
+@pytest.mark.parametrize(
+    "sizes, num_parts, wanted",
+    [
+        ([5, 5, 5, 5], 2, ["ab", "cd"]),
+        ([1, 1, 1, 9], 2, ["abc", "d"]),
+        ([9, 1, 1, 1], 2, ["a", "bcd"]),
+        ([9, 9], 5, ["a", "b"]),  # no part is empty
+        ([4, 0], 2, ["ab"]),  # all tokens of the last one are shared
+        ([4], 3, ["a"]),
+    ],
+)
+def test_units_are_split_evenly_and_in_order(sizes, num_parts, wanted):
+    units = ["a", "b", "c", "d"][: len(sizes)]
+    parts = split_evenly(units, sizes, num_parts)
+    assert ["".join(part) for part in parts] == wanted
 
 
 @given(st.randoms(use_true_random=False))

@@ -90,40 +90,53 @@ def sample(
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    check_positions(model, max(map(len, prompts), default=0), "the length of the prompts")
-    limits = [min(limit, num_positions(model) - len(p) + 1) for p, limit in zip(prompts, limits, strict=True)]
-    completions: dict[int, Sampled] = {}
-    longest = max((len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)), default=0)
+    lengths = [len(prompt) for prompt in prompts]
+    check_positions(model, max(lengths, default=0), "the length of the prompts")
+    longest = 0  # tokens of a prompt and its completion
+    for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
+        limits[i] = min(limit, num_positions(model) - length + 1)
+        longest = max(longest, length + limits[i])
     way = way_to_sample(model, longest)
     batch_size = batch_size or at_once(model, way, longest)
-    todo = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) if way.equal_lengths else i)
+    waiting = list(range(len(prompts)))
+    if way.equal_lengths:
+        waiting.sort(key=lambda i: lengths[i])
+    completions: dict[int, Sampled] = {}
     with generating(model, way.attention) as lm:
-        while todo:
-            part = [
-                i
-                for i in todo[:batch_size]
-                if not way.equal_lengths or len(prompts[i]) == len(prompts[todo[0]])
-            ]
-            distinct = list(dict.fromkeys(tuple(prompts[i]) for i in part))
-            number = {prompt: p for p, prompt in enumerate(distinct)}
-            owner, most = [number[tuple(prompts[i])] for i in part], [limits[i] for i in part]
+        while waiting:
+            members = waiting[:batch_size]
+            if way.equal_lengths:
+                members = [i for i in members if lengths[i] == lengths[members[0]]]
+            distinct, owner = distinct_prompts([prompts[i] for i in members])
+            member_keys = [keys[i] for i in members]
+            member_limits = [limits[i] for i in members]
             batch = None
             try:
-                decoder = way.decoder(distinct, owner, max(most))
+                decoder = way.decoder(distinct, owner, max(member_limits))
                 batch = _sample_batch(
-                    decoder, [keys[i] for i in part], stop_ids, most, temperature, top_k, top_p
+                    decoder, member_keys, stop_ids, member_limits, temperature, top_k, top_p
                 )
             except Exception as error:
-                if not is_oom(error) or len(owner) == 1:
+                if not is_oom(error) or len(members) == 1:
                     raise
             if batch is None:  # by now the exception is gone, and with it the tensors that it held
-                batch_size, decoder = len(owner) // 2, None
+                batch_size = len(members) // 2
+                decoder = None  # with its cache
                 empty_caches(base_lm(lm).device)
                 say(f"sampling: out of memory; again with {batch_size} at a time, which changes nothing else")
-            else:
-                completions |= zip(part, batch, strict=True)
-                todo = todo[len(part) :]
+                continue
+            completions |= zip(members, batch, strict=True)
+            waiting = waiting[len(members) :]
     return [completions[i] for i in range(len(prompts))]
+
+
+def distinct_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
+    """The different ones among the prompts, and for each prompt its index among them."""
+    indices: dict[tuple[int, ...], int] = {}
+    owner = []
+    for prompt in prompts:
+        owner.append(indices.setdefault(tuple(prompt), len(indices)))
+    return list(indices), owner
 
 
 def way_to_sample(model: FlatModel, longest: int) -> Way:
@@ -184,12 +197,11 @@ def cast_once(lm: nn.Module) -> Iterator[bool]:
     Autocast itself caches only weights that require a gradient, none in inference mode, and none of experts,
     whose product it does not know.
     """
-    autocast, frozen = torch.is_autocast_enabled(lm.device.type), []
+    autocast = torch.is_autocast_enabled(lm.device.type)
+    frozen, originals = [], []
     if autocast:
         frozen = [p for p in lm.parameters() if p.dtype == torch.float32 and not p.requires_grad]
-    experts = [module for name, module in lm.named_modules() if autocast and name.endswith(".experts")]
-    stacked = [p for module in experts for p in module.parameters(recurse=False) if p.dim() == 3]
-    originals = [(p, p.data) for p in stacked if type(p) is nn.Parameter]  # not a shard
+        originals = [(p, p.data) for p in weights_of_experts(lm)]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
@@ -203,6 +215,18 @@ def cast_once(lm: nn.Module) -> Iterator[bool]:
             parameter.requires_grad_(False)
         if autocast:
             torch.clear_autocast_cache()  # they are useless for gradients
+
+
+def weights_of_experts(lm: nn.Module) -> list[nn.Parameter]:
+    """The parameters that hold a matrix for each expert, unless they are sharded."""
+    weights = []
+    for name, module in lm.named_modules():
+        if not name.endswith(".experts"):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() == 3 and type(parameter) is nn.Parameter:
+                weights.append(parameter)
+    return weights
 
 
 def _sample_batch(
@@ -246,13 +270,13 @@ def _sample_batch(
         logits = decoder.next_logits(chosen)
 
     ended = stops[tokens] & (torch.arange(max_new_tokens, device=device) <= last[:, None])
-    ends = torch.where(ended.any(-1), ended.int().argmax(-1) + 1, last + 1).tolist()
-    return [
-        Sampled(row[:end], row_logps[:end], finished)
-        for row, row_logps, end, finished in zip(
-            tokens.tolist(), logps.tolist(), ends, ended.any(-1).tolist(), strict=True
-        )
-    ]
+    finished = ended.any(-1)
+    ends = torch.where(finished, ended.int().argmax(-1) + 1, last + 1)
+    columns = (tokens.tolist(), logps.tolist(), ends.tolist(), finished.tolist())
+    completions = []
+    for ids, ids_logps, end, is_finished in zip(*columns, strict=True):
+        completions.append(Sampled(ids[:end], ids_logps[:end], is_finished))
+    return completions
 
 
 class FlatDecoder:
@@ -305,9 +329,9 @@ class FlatDecoder:
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.cache.advance()
         self.position += 1
-        return (
-            self._next(tokens) if self.graph is None else self.graph(self._next, tokens, self.cache.version)
-        )
+        if self.graph is None:
+            return self._next(tokens)
+        return self.graph(self._next, tokens, self.cache.version)
 
     def _next(self, tokens: Tensor) -> Tensor:
         self.cache.begin_pass()

@@ -33,13 +33,15 @@ def cache_name(model: FlatModel) -> str | None:
     """The argument for transformers' cache, if it holds everything that the layers keep; else None."""
     from transformers import Cache, DynamicCache
 
-    lm, mixers = base_lm(model.lm), mixers_of(model)
-    own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
-    if any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers) != bool(mixers) or own_cache:
+    lm = base_lm(model.lm)
+    mixers = mixers_of(model)
+    has_states = any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers)
+    has_own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
+    if has_states != bool(mixers) or has_own_cache:
         return None  # the layers keep their state elsewhere
-    for name, parameter in inspect.signature(lm.forward).parameters.items():  # renamed in transformers 5.24
-        if {Cache, DynamicCache} & {*get_args(parameter.annotation)}:
-            return name
+    for parameter in inspect.signature(lm.forward).parameters.values():
+        if {Cache, DynamicCache}.intersection(get_args(parameter.annotation)):
+            return parameter.name  # it was renamed in transformers 5.24
     return None
 
 
@@ -66,13 +68,18 @@ def steps_as_trained(model: FlatModel) -> Iterator[None]:
     transformers clamps it when a layer reads many tokens, as in training, but not when it continues from a
     state (Nemotron-H, Zamba2: at least time_step_min).
     """
+    limits = {}
+    for mixer in mixers_of(model):
+        limits[type(mixer)] = getattr(mixer, "time_step_limit", None)
     with contextlib.ExitStack() as stack:
-        limits = {type(mixer): getattr(mixer, "time_step_limit", None) for mixer in mixers_of(model)}
         for cls, limit in limits.items():
+            if not limit:
+                continue
             code = sys.modules[cls.__module__]
-            for name in [name for name in vars(code) if limit and name.endswith("selective_state_update")]:
-                stack.callback(setattr, code, name, update := getattr(code, name))
-                setattr(code, name, partial(_limited, update, limit))
+            for name, update in list(vars(code).items()):
+                if name.endswith("selective_state_update"):
+                    stack.callback(setattr, code, name, update)
+                    setattr(code, name, partial(_limited, update, limit))
         yield
 
 
@@ -107,8 +114,11 @@ class PaddedDecoder:
 
     def _call(self, ids: Tensor, mask: Tensor, position_ids: Tensor, cache: "DynamicCache") -> Tensor:
         """ids and position_ids (n, k), mask (n, all tokens so far) -> (n, V) float32, for the last token."""
-        optional = {"position_ids": position_ids, "logits_to_keep": 1}
-        optional = {name: value for name, value in optional.items() if name in self.accepted}
+        optional = {}
+        if "position_ids" in self.accepted:
+            optional["position_ids"] = position_ids
+        if "logits_to_keep" in self.accepted:
+            optional["logits_to_keep"] = 1
         # without, the new token would be multiplied by it
         if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):
             optional["attention_mask"] = mask
@@ -117,11 +127,11 @@ class PaddedDecoder:
 
     def read_prompts(self) -> Tensor:
         lengths = np.array([len(prompt) for prompt in self.prompts])
-        order, logits, caches = np.argsort(lengths, kind="stable"), [], []
+        order = np.argsort(lengths, kind="stable")
+        logits, caches = [], []
         for length in np.unique(lengths):
-            ids = torch.tensor(
-                [self.prompts[i] for i in np.flatnonzero(lengths == length)], device=self.device
-            )
+            group = np.flatnonzero(lengths == length)
+            ids = torch.tensor([self.prompts[i] for i in group], device=self.device)
             position_ids = torch.arange(length, device=self.device).expand_as(ids)
             caches.append(_new_cache(base_lm(self.lm)))
             logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
@@ -154,19 +164,22 @@ def _joined(caches: "list[DynamicCache]", length: int) -> "DynamicCache":
 
     Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
     """
-    cache = caches[-1]
-    for layer, *others in zip(*(c.layers for c in reversed(caches)), strict=True):
-        others = others[::-1]  # shortest prompts first
+    *shorter, cache = caches
+    for number, layer in enumerate(cache.layers):
+        others = [other.layers[number] for other in shorter]
         for name, value in vars(layer).items():
             if name in PER_TOKEN and torch.is_tensor(value):
-                parts = [getattr(other, name) for other in others]
-                parts = [F.pad(part, (0, 0, value.shape[-2] - part.shape[-2], 0)) for part in parts]
+                parts = []
+                for other in others:
+                    part = getattr(other, name)
+                    missing = value.shape[-2] - part.shape[-2]
+                    parts.append(F.pad(part, (0, 0, missing, 0)))
                 setattr(layer, name, torch.cat([*parts, value]))
             elif name in STATES:
-                states = [getattr(other, name) for other in others]
                 for i, state in value.items():
                     if state is not None:
-                        value[i] = torch.cat([*(other[i] for other in states), state])
+                        states = [getattr(other, name)[i] for other in others]
+                        value[i] = torch.cat([*states, state])
     return cache
 
 

@@ -288,7 +288,7 @@ def test_later_blocks_have_the_fields_of_the_first(tmp_path):
 def test_sequences_of_a_script_are_checked_alike(changes):
     examples = [[whole(np.arange(3)) | change] for change in changes]
     with pytest.raises(UserError, match="x|loss_mask"):
-        Window(alone(), examples, [[0, 1]], num_tokens=6)
+        Window(alone(), examples, [[0, 1]])
 
 
 def test_tensors_and_masks_of_floats_are_taken():
