@@ -26,11 +26,14 @@ completions i of a window:
 7. --environment_factory file.py:Class, as in TRL: `reset(**columns)` starts an episode, and may return text
    to append to the prompt; `get_reward()`, if there is one, is a reward in addition to --reward_funcs, which
    get the objects as `environments`; any other public method is a tool. Errors of a tool are reported to the
-   model, in words.
-8. A call is JSON in <tool_call> tags if the chat template asks for that, else the short form [name argument].
-9. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with
-   calls than max_tool_calling_iterations, is truncated.
-10. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions
+   model, in words. Tools that are `async` run at the same time, all those of a turn; others one by one.
+8. Calls are read as the chat template writes them, by the tokenizer's response_template or as JSON or XML in
+   <tool_call> tags. If the template has no place for tools, a call is [name argument].
+9. An episode goes on after the tokens that were sampled, as they were sampled; a tool's output is the text
+   that the template writes after such a call. What a template would rewrite of earlier turns stays as it was.
+10. max_completion_length counts all tokens after the prompt. An episode that needs more, or more turns with
+    calls than max_tool_calling_iterations, is truncated.
+11. An episode is a function of (seed, rollout, its place). `reset` gets a seed, the same for all completions
     of a prompt.
 
     python train_sft.py --config experiments/configs/tools_sft.yaml  # has seen a calculator used now and then
@@ -41,7 +44,8 @@ completions i of a window:
 Shapes: T tokens of the row, P prompts of a rollout, G completions of each, C = P·G, F reward functions.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 import inspect
@@ -52,21 +56,20 @@ from common.args import CommonArgs, arg
 from common.collators import Window
 from common.command_line import launch
 from common.data import BadRow, Row, Tokenizer, as_prompt, load_prompts, tokenize_row
-from common.data.chat import end_of_turn
 from common.errors import UserError, quoted, say
 from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator, TimeLimitReached, gather_lists, on_each_process
+from common.processes import Accelerator, TimeLimitReached, gather_lists, on_each_process, time_limit
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
-from common.sampling.rewards import call, from_file, must
+from common.sampling.rewards import from_file, must
 from common.sampling.vllm import RolloutServers
 import numpy as np
 import torch
 
-from experiments.tool_calls import Tools, describe_tools, read_calls, tokenize_reply
+from experiments.tool_calls import Call, Tools, describe_tools, read_turn, tokenize_reply
 
 Prompt = dict[str, Any]  # "prompt" (messages), "prompt_ids", "tools", and the columns that the rewards read
 
@@ -220,10 +223,8 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
         raise UserError(f"{where}: {error}") from None
     if "reset" not in methods or not (args.reward_funcs or "get_reward" in methods):
         raise UserError(f"{where} needs a method reset(**columns), and get_reward() or else --reward_funcs")
-    if not tools.as_json:
-        say(
-            f"the chat template does not speak of tools: calls are [{names[0] if names else 'tool'} argument]"
-        )
+    if tools.form is None:
+        say(f"the chat template has no place for tools: calls are [{names[0] if names else 'tool'} argument]")
 
     def get_reward(environments: list[Any], **columns: Any) -> list[float | None]:
         return [environment.get_reward() for environment in environments]
@@ -234,7 +235,7 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args, tools: Tools) -> Prompt:
     """A dataset row as a prompt to sample from. BadRow: left out, counted and reported."""
-    row = as_prompt(row) | {"tools": tools.schemas}
+    row = as_prompt(row) | ({"tools": tools.schemas} if tools.schemas else {})
     prompt = tokenize_row(row, tokenizer, args.max_prompt_length, args.system_prompt)
     if isinstance(prompt["prompt"], str):
         raise BadRow('tools need chats, and this prompt is a string (--system_prompt "" makes a chat of it)')
@@ -263,49 +264,54 @@ def begin(
     )
 
 
-def answer(args: Args, tools: Tools, c: Completion, wanted: dict[str, Any]) -> str:
+async def answer(args: Args, c: Completion, wanted: Call) -> str:
     """A tool's response to a call. Errors are reported to the model, too."""
     c.calls += 1
     try:
-        if wanted["name"] not in tools.arguments or "error" in wanted:
-            raise ValueError(
-                wanted.get("error", f"there is no tool {wanted['name']}, but {', '.join(tools.arguments)}")
-            )
-        said = str(call(getattr(c.environment, wanted["name"]), args.tool_timeout, **wanted["arguments"]))
+        if wanted.error:
+            raise ValueError(wanted.error)
+        with time_limit(args.tool_timeout):
+            value = getattr(c.environment, wanted.name)(**wanted.arguments)
+        if inspect.isawaitable(value):
+            value = await asyncio.wait_for(value, args.tool_timeout or None)
+        said = str(value)
     except BaseException as error:  # user code may raise anything, and call sys.exit
         c.failures += 1
-        said = f"error: {quoted(error, 500, str) or type(error).__name__}"
-        if isinstance(error, TimeLimitReached):
-            said = f"error: it took more than {args.tool_timeout:g} s"
+        reason = quoted(error, 500, str) or type(error).__name__
+        if isinstance(error, TimeLimitReached | TimeoutError) and not error.args:
+            reason = f"it took more than {args.tool_timeout:g} s"
+        said = f"error: {reason}"
     # no token has so many characters: the rest would not fit anyway
     said = said[: 256 * args.max_completion_length]
     return said.encode(errors="replace").decode()  # lone surrogates are not valid text
 
 
-def end_turn(
+async def end_turn(
     args: Args, tokenizer: Tokenizer, tools: Tools, c: Completion, turn: Sampled, is_last: bool
 ) -> bool:
     """Add a sampled turn, followed by the tools' responses to its calls. Returns whether the episode
     continues."""
+    message, calls = read_turn(turn.ids, c.prompt["prompt_ids"] + c.ids, tokenizer, tools)
+    if turn.ids[-1] != tokenizer.convert_tokens_to_ids(tools.end):
+        calls = []
     c.write(turn.ids, turn.logps)
-    can_go_on = turn.ids[-1] == tokenizer.convert_tokens_to_ids(end_of_turn(tokenizer))
-    calls = (
-        read_calls(tokenizer.decode(turn.ids, clean_up_tokenization_spaces=False), tools) if can_go_on else []
-    )
-    c.messages.append({"role": "assistant", "content": tokenizer.decode(turn.ids, skip_special_tokens=True)})
+    c.messages.append(message)
     c.finished = turn.finished and not calls
     if is_last or not calls:
         return False
-    replies = [
-        {"role": "tool", "name": wanted["name"], "content": answer(args, tools, c, wanted)}
-        for wanted in calls
-    ]
-    ids = tokenize_reply(replies, tokenizer, [{"type": "function", "function": wanted} for wanted in calls])
+    responses = await asyncio.gather(*[answer(args, c, wanted) for wanted in calls])
+    ids = tokenize_reply(calls, responses, tokenizer, tools, c.prompt.get("chat_template_kwargs"))
     if len(c.ids) + len(ids) >= args.max_completion_length:
         return False
     c.write(ids)
-    c.messages += replies
+    for wanted, said in zip(calls, responses, strict=True):
+        c.messages.append({"role": "tool", "name": wanted.name, "content": said})
     return True
+
+
+async def end_turns(*turns: Coroutine[Any, Any, bool]) -> list[bool]:
+    """`end_turn` of several episodes, so that tools that wait do so at the same time."""
+    return await asyncio.gather(*turns)
 
 
 def roll_out(
@@ -336,8 +342,10 @@ def roll_out(
                 temperature=temperature,
             )
         is_last = turn == args.max_tool_calling_iterations
-        turns = zip(playing.items(), sampled, strict=True)
-        playing = {i: c for (i, c), s in turns if end_turn(args, tokenizer, environment.tools, c, s, is_last)}
+        turns = zip(playing.values(), sampled, strict=True)
+        ending = [end_turn(args, tokenizer, environment.tools, c, s, is_last) for c, s in turns]
+        goes_on = asyncio.run(end_turns(*ending))
+        playing = {i: c for (i, c), goes in zip(playing.items(), goes_on, strict=True) if goes}
         # all processes sample equally often: weights may be sharded
         if not any(gather_lists(accelerator, [len(playing)])):
             break
@@ -382,7 +390,6 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     num_windows = args.steps_per_generation
     size = len(completions) // num_windows  # completions of a window, of all processes
     share = size // accelerator.num_processes
-    all_tokens = sum(len(c.prompt["prompt_ids"]) + len(c.ids) for c in completions)
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
     run_all = args.beta > 0 or args.entropy_coef != 0
@@ -399,29 +406,23 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             window_completions=size,
             max_completion_length=args.max_completion_length,
         )
-        mine = range(
-            first + accelerator.process_index * share, first + (accelerator.process_index + 1) * share
-        )
-        examples, others = [], []
-        for i in mine:
-            c, prompt = completions[i], completions[i].prompt["prompt_ids"]
+        examples, mine = [], []  # mine: those that this process runs
+        for i, c in enumerate(completions[inside]):
+            prompt = c.prompt["prompt_ids"]
             on_completion = np.array([0] * len(prompt) + c.sampled, np.float32)
             sequence = {
                 "input_ids": np.array(prompt + c.ids),
                 "loss_mask": on_completion,
                 "sampled_logps": np.array([0.0] * len(prompt) + c.logps, np.float32),
                 "advantage": on_completion * np.float32(c.advantage),
-                "token_weight": on_completion * np.float32(weights[i - first]),
+                "token_weight": on_completion * np.float32(weights[i]),
             }
+            examples.append([sequence])
             is_trained = c.counted and (run_all or sequence["advantage"].any())
-            (examples if is_trained else others).append([sequence])
-        micro_batches = [
-            part.tolist()
-            for part in np.array_split(np.arange(len(examples)), args.gradient_accumulation_steps)
-        ]
-        # a process that keeps none still runs one, masked by its window: the others wait
-        examples = examples or others[:1]
-        windows.append(Window(accelerator, examples, micro_batches, num_tokens=all_tokens // num_windows))
+            if is_trained and i // share == accelerator.process_index:
+                mine.append(i)
+        micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
+        windows.append(Window(accelerator, examples, [part.tolist() for part in micro_batches]))
     return windows
 
 

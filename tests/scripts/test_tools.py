@@ -1,18 +1,24 @@
 """experiments/train_tools.py: episodes against float64 and the chat template, the contract of environments,
 and their limits."""
 
+import asyncio
 import importlib
+import json
 import random
+import sys
+import time
 
-from common.sampling import sample
+from common.sampling import Sampled, sample
 import pytest
 import torch
 
 from experiments.environments import Calculator, HigherOrLower
+from experiments.tool_calls import Call, describe_tools
 from tests.conftest import read_rows, write_rows
 from tests.scripts.grpo_by_hand import CHATS
 from tests.scripts.one_step import assert_gradient, gradient_of, token_scores, watched
 from tests.scripts.texts import chat, prompt_ids, tokenizer
+from tests.scripts.tool_forms import tokenizer_of
 
 script = importlib.import_module("experiments.train_tools")
 END = 2  # <|im_end|>
@@ -59,10 +65,12 @@ def rating(environments, completions, completion_ids, **columns):
 def calling(monkeypatch):
     """A random model writes no call: here each turn that ends as turns do is one, or three of four are."""
 
-    def read_calls(text, tools):
-        return [{"name": "count", "arguments": {"word": text[:3]}}] if sum(text.encode()) % 4 else []
+    def read_turn(ids, before, tokenizer, tools):
+        text = tokenizer.decode(ids)
+        message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
+        return message, [Call("count", {"word": text[:3]})] if sum(text.encode()) % 4 else []
 
-    monkeypatch.setattr(script, "read_calls", read_calls)
+    monkeypatch.setattr(script, "read_turn", read_turn)
 
 
 @pytest.fixture
@@ -230,6 +238,79 @@ def test_held_out_episodes_have_a_temperature_of_their_own(launch, model, flags,
         rows = read_rows(output / "samples.jsonl")
         said[name] = {t: [row["completion"] for row in rows if row["temperature"] == t] for t in (0, 1)}
     assert said["1"] == said["2"] and said["1"][0] != said["1"][1] and len(said["1"][0]) == 2 * len(CHATS)
+
+
+class Office:
+    """Tools of every kind of behaviour. Those that meet go on only when all four are there."""
+
+    def __init__(self, meeting):
+        self.meeting = meeting
+
+    async def meet(self, name: str) -> str:
+        """
+        Meet the others.
+
+        Args:
+            name: who comes
+        """
+        self.meeting.append(name)
+        while len(self.meeting) < 4:
+            await asyncio.sleep(0)
+        return f"{name} has met {len(self.meeting)}"
+
+    async def wait(self) -> str:
+        """Wait for ever."""
+        await asyncio.sleep(1e6)
+
+    def sleep(self) -> str:
+        """Sleep for long."""
+        time.sleep(1e6)
+
+    def leave(self) -> str:
+        """End it all."""
+        sys.exit()
+
+    async def fail(self) -> str:
+        """Raise an error."""
+        raise ValueError("the wire is cut")
+
+
+def test_tools_of_a_turn_run_at_the_same_time_and_a_failed_or_slow_one_is_an_answer():
+    """Of two episodes; the answers are in the order of the calls."""
+    chats = tokenizer_of("JSON")
+    meeting = []
+    offices = [Office(meeting), Office(meeting)]
+    names = ["meet", "wait", "sleep", "leave", "fail"]
+    tools = describe_tools([getattr(offices[0], name) for name in names], chats)
+    args = script.Args(environment_factory="x.py:Y", tool_timeout=0.2, max_completion_length=4000)
+    calls = [
+        ("meet", "a"),
+        ("wait", ""),
+        ("sleep", ""),
+        ("leave", ""),
+        ("fail", ""),
+        ("none", ""),
+        ("meet", "b"),
+    ]
+    turns, completions = [], []
+    for office in offices:
+        text = ""
+        for name, word in calls:
+            arguments = {"name": word} if word else {}
+            text += f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+        ids = chats(text + "<|im_end|>").input_ids
+        prompt = {"prompt_ids": chats("<|im_start|>assistant\n").input_ids}
+        c = script.Completion(prompt, [], [], False, "", [], True, environment=office)
+        completions.append(c)
+        sampled = Sampled(ids, [0.0] * len(ids), finished=True)
+        turns.append(script.end_turn(args, chats, tools, c, sampled, is_last=False))
+    assert asyncio.run(script.end_turns(*turns)) == [True, True]
+    slow = "error: it took more than 0.2 s"
+    wanted = ["a has met 4", slow, slow, "error: SystemExit", "error: the wire is cut"]
+    wanted += ["error: there is no tool none: meet, wait, sleep, leave, fail", "b has met 4"]
+    for c in completions:
+        assert [m["content"] for m in c.messages if m["role"] == "tool"] == wanted
+        assert (c.calls, c.failures) == (7, 5)
 
 
 def test_the_environments_of_the_demo():
