@@ -74,15 +74,15 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "common": Limits(101_500, 12.9, 6.5, 0.7, 17.2),
-    "tests": Limits(182_000, 15.3, 7.3, 0.8, 39.4),
-    "tools": Limits(6_000, 11.2, 8.1, 1.4, 14.9),
-    "experiments": Limits(27_000, 13.6, 6.1, 0.8, 15.1),
-    "benchmarks": Limits(42_000, 15.0, 8.0, 1.1, 20.0),
+    "common": Limits(107_200, 12.3, 5.4, 0.4, 17.1),
+    "tests": Limits(201_000, 15.1, 7.1, 0.8, 39.2),
+    "tools": Limits(18_300, 11.1, 6.5, 0.6, 14.6),
+    "experiments": Limits(24_500, 13.3, 5.4, 0.7, 14.8),
+    "benchmarks": Limits(41_600, 14.0, 6.5, 0.8, 17.6),
     "train_pretrain.py": Limits(1_320, 12.2, 0.0, 0.0, 12.2),
-    "train_sft.py": Limits(800, 10.6, 0.0, 0.0, 10.6),
+    "train_sft.py": Limits(780, 10.6, 0.0, 0.0, 10.6),
     "train_dpo.py": Limits(1_350, 13.3, 0.0, 0.0, 13.3),
-    "train_grpo.py": Limits(2_620, 14.3, 6.2, 0.8, 14.3),
+    "train_grpo.py": Limits(2_600, 14.0, 5.5, 0.8, 14.0),
 }
 PAGE_LINES = 1_600  # of JavaScript, style and HTML
 
