@@ -49,6 +49,10 @@ _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
 _CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
+class NotContinued(BadRow):
+    """The chat template does not write an answer after the header that it would be sampled after."""
+
+
 class Answer(NamedTuple):
     """An answer of a chat, as text."""
 
@@ -118,32 +122,47 @@ def answers(
     """
     chat, tools = prepare(messages, tools, tokenizer)
     if missing := _without_place(chat, tools, tokenizer):
-        without = " (without them: --columns unused=tools)" if missing == "tools" else ""
+        without = " (another template: --chat_template FILE.jinja)"
+        if missing == "tools":
+            without = " (without them: --columns unused=tools)"
         raise BadRow(f"the chat template has no place for {missing}{without}")
     switches = switches or switches_to_try(tokenizer)
     found = []
+    reasons: list[BadRow] = []  # of answers that are left out
     for turn in turns:
-        reasons = []
-        for one in switches:
-            try:
-                answer = _answer(chat[:turn], chat[turn], tokenizer, tools, one)
-            except BadRow as reason:
-                reasons.append(reason)
-                continue
-            if one != switches[0]:
-                flags = " ".join(f"{name}={json.dumps(value)}" for name, value in one.items())
-                notes.add(f"answers follow the header of --template_kwargs {flags}: sample them with it")
-            found.append(answer)
-            break
-        else:
-            if turn > 0 or len(turns) == 1:
-                raise reasons[0]
-            notes.add(
-                "an answer before all other messages is not trained: the chat template has no header for it"
-            )
+        try:
+            found.append(_first_answer(chat[:turn], chat[turn], tokenizer, tools, switches))
+        except NotContinued as reason:
+            reasons.append(reason)
+    if reasons and not found:
+        raise reasons[0]
+    if reasons:
+        notes.add(f"an answer of the chat is not trained: {reasons[0]}")
     if found:
-        _check_messages(found[-1].context, chat[:turn])
+        _check_messages(found[-1].context, chat[: turns[-1]])
     return found
+
+
+def _first_answer(
+    before: list[Message],
+    message: Message,
+    tokenizer: Tokenizer,
+    tools: Tools,
+    switches: list[Switches],
+) -> Answer:
+    """The answer under the first switches with which the template can write it. Raises as `_answer` does."""
+    reasons: list[BadRow] = []
+    for one in switches:
+        try:
+            answer = _answer(before, message, tokenizer, tools, one)
+        except BadRow as reason:
+            reasons.append(reason)
+            continue
+        if one != switches[0]:
+            flags = " ".join(f"{name}={json.dumps(value)}" for name, value in one.items())
+            notes.add(f"answers follow the header of --template_kwargs {flags}: sample them with it")
+        return answer
+    raise reasons[0]
 
 
 def switches_to_try(tokenizer: Tokenizer, given: Switches | None = None) -> list[Switches]:
@@ -165,7 +184,7 @@ def whole_text(
     """The text of a whole chat, without the header of a further answer. Raises as `answers` does."""
     chat, tools = prepare(messages, tools, tokenizer)
     text = _apply_template(chat, tokenizer, tools, switches or {})
-    _check_messages(text, chat)
+    _check_messages(text, chat, answers_too=True)
     thoughts = [thought for message in chat if (thought := message.get("thinking"))]
     if thoughts and not any(thought.strip() in text for thought in thoughts):
         raise BadRow("the chat template leaves out reasoning_content (--columns unused=reasoning_content)")
@@ -176,10 +195,13 @@ def _answer(
     before: list[Message], message: Message, tokenizer: Tokenizer, tools: Tools, switches: Switches
 ) -> Answer:
     """The answer `message` to the chat `before`. Raises BadRow if the template does not write it there."""
-    context = _apply_template(before, tokenizer, tools, switches, add_generation_prompt=True)
+    try:
+        context = _apply_template(before, tokenizer, tools, switches, add_generation_prompt=True)
+    except BadRow as reason:
+        raise NotContinued(str(reason)) from None
     text = _apply_template([*before, message], tokenizer, tools, switches)
     if not text.startswith(context):
-        raise BadRow(_why_not_continued(context))
+        raise NotContinued(_why_not_continued(context, message))
     written = text[len(context) :]
     end_of_words = 0
     for what, forms in _words_of(message):
@@ -192,19 +214,26 @@ def _answer(
             )
         end_of_words = max(end_of_words, place + len(form))
     ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
+    if ending is not None and ending.marks in written[:end_of_words]:
+        raise BadRow(
+            "the chat template ends this answer more than once, as after each of several calls: one a turn"
+        )
     answer = _up_to_the_end(written, end_of_words, ending, tokenizer)
     return Answer(context, answer, written[len(answer) :])
 
 
-def _why_not_continued(context: str) -> str:
+def _why_not_continued(context: str, message: Message) -> str:
     """Why an answer's text does not begin with the text that it would be sampled after."""
     header = context[-30:]
-    if "think" in header or "thought" in header:
-        return (
-            "the chat template's header begins a thought, and writes this answer without: give it a thought "
-            "(reasoning_content), or another template (--chat_template chatml)"
-        )
-    return "the chat template rewrites earlier turns before an answer (another one: --chat_template chatml)"
+    another = "another template: --chat_template chatml, with tools a .jinja file"
+    if "think" not in header and "thought" not in header:
+        return f"the chat template rewrites the text before an answer ({another})"
+    if message.get("thinking"):
+        return f"the chat template's header begins a thought, and leaves out those of answers ({another})"
+    return (
+        "the chat template's header begins a thought, and this answer is written without: give it one "
+        f"(reasoning_content), or {another}"
+    )
 
 
 def _words_of(message: Message) -> Iterator[tuple[str, list[str]]]:
@@ -236,12 +265,14 @@ def _text_of(message: Message) -> str:
     return content[0]["text"] if isinstance(content, list) else content or ""
 
 
-def _check_messages(text: str, chat: list[Message]) -> None:
+def _check_messages(text: str, chat: list[Message], answers_too: bool = False) -> None:
     """Raises BadRow for a message, other than an answer, that is not in the text of its chat."""
     for message in chat:
         content = _text_of(message).strip()
         as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output so
-        if message["role"] != "assistant" and content not in text and as_json not in text:
+        if message["role"] == "assistant" and not answers_too:
+            continue
+        if content not in text and as_json not in text:
             raise BadRow(
                 f"the chat template leaves out a {message['role']} message (try --chat_template chatml)"
             )
@@ -371,7 +402,8 @@ class Needs(NamedTuple):
 
     tools: bool = False
     calls: bool = False
-    thoughts: bool = False  # without a place they are written as <think> in the content
+    thoughts: bool = False  # of answers; without a place they are written as <think> in the content
+    call_thoughts: bool = False  # of messages with calls
     parts: bool = False  # content as a list of {"type": "text", "text"}
     no_content: bool = False  # of a message with calls and no text: null, not ""
     text_arguments: bool = False  # of a call: JSON text, not an object
@@ -400,7 +432,9 @@ def needs_of(tokenizer: Tokenizer) -> Needs:
             calls=True, short_ids=short_ids, no_content=no_content, text_arguments=text_arguments
         )
         if writes(WORD, [QUESTION, CALL], found):
-            return found
+            thinks = CALL | dict.fromkeys(REASONING, "plainthought")
+            has_place = writes("plainthought", [QUESTION, thinks], found._replace(call_thoughts=True))
+            return found._replace(call_thoughts=has_place)
     return needs
 
 
@@ -431,9 +465,10 @@ def _adapt(message: Message, needs: Needs) -> Message:
 def _with_thought(message: Message, needs: Needs) -> Message:
     """An answer with its thought where the template reads it: in a field of its own, or in the content."""
     thought, content = message.get("thinking"), message["content"]
-    if needs.thoughts and not thought and (inside := _THOUGHT.fullmatch(content)):
+    has_place = needs.call_thoughts if "tool_calls" in message else needs.thoughts
+    if has_place and not thought and (inside := _THOUGHT.fullmatch(content)):
         return message | dict.fromkeys(REASONING, inside[1].strip("\n")) | {"content": inside[2]}
-    if not needs.thoughts and thought:
+    if not has_place and thought:
         notes.add(
             "the chat template has no place for reasoning: it is written as <think> in the answer (without: "
             "--columns unused=reasoning_content)"
@@ -501,6 +536,8 @@ def _apply_template(
         Exception
     ) as error:  # templates can raise anything (raise_exception, a missing key, a filter on None)
         raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
+    if "\\ufdd0" in texts[0]:  # as Python prints the character of a placeholder within a list
+        raise BadRow("the chat template rewrites a special token that the text contains")
     return texts[0]
 
 
@@ -525,7 +562,10 @@ def set_defaults(tokenizer: Tokenizer, settings: list[str]) -> None:
         name, _, value = setting.partition("=")
         if not name.isidentifier() or not value:
             raise UserError(f"--template_kwargs {setting}: expected name=value, as in enable_thinking=false")
-        is_literal = value in ("true", "false", "none") or value.replace(".", "", 1).isdecimal()
-        literal = value if is_literal else json.dumps(value)
+        if name not in template:
+            raise UserError(f"--template_kwargs {setting}: the chat template does not read {name}")
+        lower = value.lower()
+        is_number = value.removeprefix("-").replace(".", "", 1).isdecimal()
+        literal = lower if lower in ("true", "false", "none") or is_number else json.dumps(value)
         template = _DEFAULT.format(name, literal) + template
     tokenizer.chat_template = template

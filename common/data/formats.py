@@ -256,12 +256,20 @@ def _rendering(columns: Columns) -> dict[str, Any]:
             variables[name] = value
     tools = variables.get("tools")
     if isinstance(tools, dict):
-        variables["tools"] = [tools]
-    elif tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        tools = [tools]
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadRow("tools is not a list of objects")
+    if tools:
+        variables["tools"] = [_tool(tool) for tool in tools]
     if not isinstance(variables.get("chat_template_kwargs", {}), dict):
         raise BadRow('chat_template_kwargs is not an object, such as {"enable_thinking": false}')
     return variables
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form, which wraps the function that some files have alone."""
+    is_function = {"name", "parameters"} <= tool.keys()
+    return {"type": "function", "function": tool} if is_function else tool
 
 
 def _turns(columns: Columns, format: str) -> list[Message]:
@@ -287,7 +295,8 @@ def _system(columns: Columns) -> list[Message]:
 def _answered(messages: list[Message]) -> list[Message]:
     """The messages, after checking that each assistant turn has content or a call."""
     for message in messages:
-        if message["role"] == "assistant" and not message["content"].strip() and "tool_calls" not in message:
+        is_empty = not message["content"].strip() and not message.keys() & {"tool_calls", "thinking"}
+        if message["role"] == "assistant" and is_empty and message.get("train") is not False:
             raise BadRow("empty answer")
     return messages
 
@@ -313,6 +322,8 @@ def _message(turn: Any) -> Message:
         content = "".join(map(_part, content))
     # function_call is the name that OpenAI had before tool_calls
     calls = without_nulls(turn.get("tool_calls") or turn.get("function_call"))
+    if isinstance(calls, str):
+        calls = json.loads(calls)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
@@ -371,6 +382,11 @@ def _tool_call(call: Any) -> dict[str, Any]:
     """A tool call in OpenAI's form, but with its arguments as an object: as JSON text, chat templates would
     encode them again."""
     function = dict(call.get("function") or call)
+    if "arguments" not in function and "parameters" in function:  # as Llama 3 writes calls
+        function["arguments"] = function.pop("parameters")
+    unknown = function.keys() - {"name", "arguments", "id", "type", "index", "description", "strict"}
+    if unknown and "arguments" not in function:
+        raise BadRow(f"a tool call has {', '.join(sorted(unknown))} and no arguments")
     arguments = function.get("arguments")
     for _ in range(2):  # some files hold JSON text within JSON text
         if isinstance(arguments, str):

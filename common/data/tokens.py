@@ -145,7 +145,10 @@ def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, swi
     ids = encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer)
     mask = np.ones(len(ids), np.int64)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
-    for answer in answers(messages, left_out, tokenizer, tools, [switches]):
+    written = answers(messages, left_out, tokenizer, tools, [switches])
+    if len(written) < len(left_out):
+        raise BadRow("an answer that is not trained has no header of its own: --train_on all_turns")
+    for answer in written:
         this = _write(answer, None, tokenizer)
         if ids[: len(this.ids)] != this.ids:  # rewritten, or with a token that spans its start
             raise BadRow(
@@ -190,7 +193,7 @@ def tokenize_pair(pair: dict[str, Any], tokenizer: Tokenizer, max_length: int) -
     """The result of formats.as_preference as two sequences, prompt + chosen and prompt + rejected, with the
     answers trained. Both sides have the same prompt ids.
 
-    max_length limits each side. Raises BadRow if no token of one of the answers is left.
+    max_length limits each side. Raises BadRow if no token of one of the answers is left, or no difference.
     """
     if isinstance(pair["prompt"], str):
         sides = [
@@ -209,7 +212,10 @@ def tokenize_pair(pair: dict[str, Any], tokenizer: Tokenizer, max_length: int) -
     if min(ends) < max_length <= max(ends):
         side = sides[ends.index(min(ends))]
         side["loss_mask"][min(ends)] = 0
-    return [truncate(side, max_length) for side in sides]
+    sides = [truncate(side, max_length) for side in sides]
+    if np.array_equal(sides[0]["input_ids"], sides[1]["input_ids"]):
+        raise BadRow("chosen and rejected are the same tokens, within max_length")
+    return sides
 
 
 def _sides(pair: dict[str, Any], tokenizer: Tokenizer) -> list[Sequence]:

@@ -215,6 +215,17 @@ def test_an_answer_without_a_thought_follows_a_header_without():
     for setting in ("enable_thinking", "=1", "a b=1"):
         with pytest.raises(UserError, match="expected name=value"):
             set_defaults(tokenizer, [setting])
+    with pytest.raises(UserError, match="does not read enable_thinkng"):
+        set_defaults(tokenizer, ["enable_thinkng=false"])
+
+
+@pytest.mark.parametrize(
+    "value, written", [("False", "False"), ("true", "True"), ("-1", "-1"), ("2.5", "2.5"), ("low", "low")]
+)
+def test_variables_of_a_template_are_numbers_and_truths_where_they_look_so(value, written):
+    tokenizer = copy.deepcopy(make_tokenizer("{{ level }}{{ 'text' if level is string }}"))
+    set_defaults(tokenizer, [f"level={value}"])
+    assert apply([U], tokenizer) == written + ("text" if value == "low" else "")
 
 
 def test_thinking_opened_for_samples_only_is_refused():
@@ -320,6 +331,54 @@ def test_calls_take_the_form_that_a_template_reads():
         assert as_chat({"messages": [U, call]})["messages"][1]["tool_calls"][0]["function"]["arguments"] == {}
 
 
+def test_calls_and_tools_of_other_forms_are_read():
+    """Llama 3's name of arguments; a function without its wrapper; calls as JSON text."""
+    call = {"name": "add", "parameters": {"a": 17}}
+    messages = [U, {"from": "function_call", "value": json.dumps(call)}]
+    chat = as_chat({"messages": messages, "tools": [TOOLS[0]["function"]]})
+    assert chat["messages"][1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 17}}
+    assert chat["tools"] == TOOLS
+    text = json.dumps(CALL["tool_calls"])
+    assert (
+        as_chat({"messages": [U, CALL | {"tool_calls": text}]})["messages"][1]["tool_calls"]
+        == CALL["tool_calls"]
+    )
+    with pytest.raises(BadRow, match="has input and no arguments"):
+        as_chat({"messages": [U, CALL | {"tool_calls": [{"name": "add", "input": {"a": 1}}]}]})
+
+
+def test_a_thought_before_a_call_has_a_place_of_its_own():
+    """As in Gemma 4, which writes thoughts of calls only."""
+    template = WRITES_CALLS.replace(
+        "m.content +", "(m.thinking if m.tool_calls and m.thinking else '') + m.content +"
+    )
+    tokenizer = make_tokenizer(template)
+    (sequence,) = tokenize_messages([U, thinking(CALL), OUTPUT, thinking(A)], tokenizer)
+    first, second = trained(sequence, tokenizer)
+    assert first.startswith(THOUGHT + "<tool_call>") and second.startswith(f"<think>\n{THOUGHT}\n</think>")
+
+
+def test_what_stops_in_the_middle_of_an_answer_is_refused():
+    """Two calls, each with the token that ends one: the second could never be sampled."""
+    each = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{{ '<|eot_id|>' }}{% endfor %}"
+    template = CHATML.replace(
+        "m.content + '<|im_end|>", "m.content }}" + each + "{{ '' if m.tool_calls else '<|im_end|>"
+    )
+    tokenizer = make_tokenizer(template)
+    check_as_sampled([U, CALL, OUTPUT, A], tokenizer)
+    with pytest.raises(BadRow, match="more than once"):
+        tokenize_messages([U, CALL | {"tool_calls": CALL["tool_calls"] * 2}], tokenizer)
+
+
+def test_an_answer_that_cannot_be_continued_is_left_out_alone():
+    """Its row is kept, and says so."""
+    notes.clear()
+    tokenizer = make_tokenizer(OPENED.replace("enable_thinking is false", "false"))
+    (sequence,) = tokenize_messages([U, A, CHAT[2], thinking(CHAT[3])], tokenizer)
+    assert trained(sequence, tokenizer) == [f"{THOUGHT}\n</think>\n\n4\n\nYes, 4.<|im_end|>"]
+    assert any("an answer of the chat is not trained" in note for note in notes)
+
+
 def test_pairs_may_have_tools():
     row = {"prompt": [U], "chosen": [CALL], "rejected": [A], "tools": json.dumps(TOOLS)}
     tokenizer = make_tokenizer("{{ tools | tojson if tools else '' }}" + WRITES_CALLS)
@@ -382,6 +441,8 @@ def test_a_greeting_is_trained_if_the_template_has_a_header_for_it():
     assert "It is 2." in decode(sequence["input_ids"], tokenizer) and len(notes) == 1
     with pytest.raises(BadRow, match="No user query found"):
         tokenize_messages([A], tokenizer)
+    with pytest.raises(BadRow, match="No user query found"):
+        tokenize_messages([A | {"train": False}, *CHAT[2:]], tokenizer, train_on="everything")
 
 
 @pytest.mark.parametrize(
@@ -399,7 +460,7 @@ def test_a_greeting_is_trained_if_the_template_has_a_header_for_it():
             BadRow,
             "leaves out a user message",
         ),
-        ("{{ messages | length }}" + CHATML, BadRow, "rewrites earlier turns"),
+        ("{{ messages | length }}" + CHATML, BadRow, "rewrites the text before an answer"),
         ("{{ messages[9].content.x }}", BadRow, "refuses it"),
         ("{{ raise_exception('roles must alternate') }}", BadRow, "refuses it: roles must alternate"),
     ],

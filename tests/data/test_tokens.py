@@ -207,7 +207,7 @@ def test_ends_are_trained_in_both_answers_or_none():
 @pytest.mark.parametrize("name", ALL)
 def test_both_answers_follow_the_prompt_as_sampled(name):
     tokenizer = make_tokenizer(ALL[name][0])
-    for chosen, rejected in (("4.", "5, I think."), ("\n\n4", "4"), ("<|im_end|>", "4")):
+    for chosen, rejected in (("4.", "5, I think."), ("\n\n4", "5"), ("<|im_end|>", "4")):
         sides = {"chosen": chosen, "rejected": rejected}
         row = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
         pair = tokenize_pair({"prompt": CHAT[:3]} | row, tokenizer, 512)
@@ -216,6 +216,25 @@ def test_both_answers_follow_the_prompt_as_sampled(name):
             assert side["input_ids"][: len(prompt)].tolist() == prompt
             assert not side["loss_mask"][: len(prompt)].any() and side["loss_mask"][len(prompt) :][0]
             assert text.strip() in trained(side, tokenizer)[0]
+
+
+def test_a_pair_without_a_difference_is_left_out():
+    """Its loss would be a constant, and count in the mean. The answers differ after max_length, or by spaces."""
+    tokenizer = make_tokenizer()
+    answers = (
+        [{"role": "assistant", "content": "one two three four five" + end}] for end in (" six", " seven")
+    )
+    row = {"prompt": CHAT[:1]} | dict(zip(("chosen", "rejected"), answers, strict=True))
+    prompt = len(tokenize_prompt(CHAT[:1], tokenizer))
+    assert len(tokenize_pair(row, tokenizer, 512)) == 2
+    with pytest.raises(BadRow, match="the same tokens, within max_length"):
+        tokenize_pair(row, tokenizer, prompt + 3)
+    spaces = {
+        "chosen": [{"role": "assistant", "content": "4 "}],
+        "rejected": [{"role": "assistant", "content": "4"}],
+    }
+    with pytest.raises(BadRow, match="the same tokens"):
+        tokenize_pair({"prompt": CHAT[:1]} | spaces, make_tokenizer(LLAMA3), 512)
 
 
 def test_show_trained_marks_what_is_trained():
