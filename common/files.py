@@ -11,8 +11,12 @@ from pathlib import Path
 import shutil
 import sys
 import sysconfig
+from typing import Any
 
 from common.errors import UserError, is_of_the_disk
+
+# Not the user's code, wherever they lie: an editable installation is in no site-packages.
+LIBRARIES = {"torch", "transformers", "accelerate", "tokenizers", "safetensors", "datasets", "peft", "numpy"}
 
 
 def file_hash(path: Path) -> str:
@@ -94,14 +98,22 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise UserError(f"{path}:{number}: expected UTF-8: {error.reason}; {hint}") from None
 
 
+def file_of(module: Any) -> str:
+    """The file of a loaded module; "" for what has none, or raises when it is asked."""
+    try:
+        return str(getattr(module, "__file__", None) or "")
+    except Exception:
+        return ""
+
+
 def loaded_code(script: str) -> dict[str, str]:
     """{path: hash} of the loaded Python files that belong neither to a library nor to this package, the
     script excepted: for instance what a reward function's file imports."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parent))
     found = {}
     for name, module in list(sys.modules.items()):
-        path = str(getattr(module, "__file__", None) or "")
-        is_library = path.startswith(libraries) or "-packages" in path
+        path = file_of(module)
+        is_library = path.startswith(libraries) or "-packages" in path or name.split(".")[0] in LIBRARIES
         if path.endswith(".py") and not is_library and path != script and name != "__main__":
             with contextlib.suppress(OSError):  # built in, or deleted since
                 found[path] = file_hash(Path(path))

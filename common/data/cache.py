@@ -30,7 +30,7 @@ from common.data.sources import Source, identity, read_rows
 from common.data.tokens import engine_of
 from common.data.types import Tokenizer
 from common.errors import UserError, printable
-from common.files import file_hash, flush, loaded_code
+from common.files import file_hash, file_of, flush, loaded_code
 import numpy as np
 from tqdm import tqdm
 
@@ -168,7 +168,7 @@ def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
     code = loaded_code(script)
     constants = {encode.__module__: _constants(encode.__globals__)}
     for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) in code:
+        if file_of(module) in code:
             constants[module.__name__] = _constants(vars(module))
     parts = [_code(Path(script)), sorted(code.values()), constants, fingerprint(tokenizer), *versions()]
     return digest(parts)
@@ -194,7 +194,7 @@ def _content(value: Any, depth: int = 12) -> Any:
         return [_content(part, depth - 1) for part in value]
     if isinstance(value, str | bytes | int | float | complex | np.generic | Path | re.Pattern):
         return repr(value)
-    if hasattr(value, "detach") and hasattr(value, "shape") and not isinstance(value, type):  # a tensor
+    if hasattr(type(value), "detach") and hasattr(type(value), "shape"):  # a tensor
         value = value.detach().cpu().double().numpy()
     if isinstance(value, np.ndarray) and value.dtype != object:
         content = pickle.dumps(np.ascontiguousarray(value))

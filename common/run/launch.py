@@ -4,6 +4,7 @@ refused."""
 from datetime import timedelta
 import os
 from pathlib import Path
+import re
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,12 +24,17 @@ import torch
 # GIL, which one of them may need to release its last tensor: a deadlock (seen with gloo). So prepared models
 # stay in this list, and `launch` (common/command_line.py) ends the process without destroying anything.
 NEVER_FREED: list[Any] = []
+PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # http://name:password@host
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict[str, str]]:
     """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the
     inputs known so far. Refuses misconfigured launches, and claims the output folder."""
+    for name, value in vars(args).items():
+        words = value if isinstance(value, list) else [value]
+        if name != "alert_webhook" and any(PASSWORD.search(str(word)) for word in words):
+            raise UserError(f"--{name}: an address with a password, which the files of the run would show")
     if args.report_to not in (None, "none", *map(str, get_available_trackers())) and not args.dry_run:
         raise UserError(
             f"--report_to {args.report_to}: pip install it, if it is one of {', '.join(LOGGER_TYPE_TO_CLASS)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import signal
 import sys
 import time
+import types
 
 from common.args import CommonArgs
 from common.data import cache, encode
@@ -21,6 +22,7 @@ from common.data.tokenizer import train_tokenizer
 from common.data.tokens import tokenize_documents, tokenize_messages
 from common.data.types import BadRow, Row, whole
 from common.errors import UserError
+from common.files import loaded_code
 import numpy as np
 import pytest
 
@@ -482,3 +484,31 @@ def test_a_curriculum_takes_numbers_from_the_rows(tmp_path, capsys):
     assert f"1 of 10 rows of a left out: n is not a number (first: {rows.path}:8)" in capsys.readouterr().out
     with pytest.raises(UserError, match="none of the 10 rows .* KeyError: 'm'"):
         prepare(tmp_path, rows, column="m")
+
+
+class Lazy:
+    """As a library's module of optional parts, in sys.modules or at the top of the user's code."""
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"{name} needs a library that is not installed")
+
+
+def test_a_module_that_raises_ends_nothing_and_an_editable_library_is_none_of_the_users(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "lazy", Lazy())
+    own, library = (types.ModuleType(name) for name in ("mine", "transformers.models.odd"))
+    for module in (own, library):
+        module.__file__ = str(tmp_path / f"{module.__name__}.py")
+        Path(module.__file__).write_text("SIZE = 1")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    own.lazy, own.SIZE = Lazy(), 1
+    code = loaded_code("script.py")
+    assert own.__file__ in code and library.__file__ not in code
+    before = cache.key_of(encode_text, base_tokenizer())
+    own.SIZE = 2
+    assert cache.key_of(encode_text, base_tokenizer()) != before
+
+
+def encode_text(row, tokenizer, args):
+    return row["text"]
