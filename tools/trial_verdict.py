@@ -260,8 +260,10 @@ def noise_floor(runs: list[Outcome], seeds: int) -> list[Row]:
     found = []
     for metric in runs[0].values:
         values = [run.values[metric] for run in runs if metric in run.values]
-        if metric.startswith("eval_") and len(values) == len(runs):
-            spread = statistics.stdev(values)
+        if not metric.startswith("eval_") or len(values) < len(runs):
+            continue
+        spread = statistics.stdev(values)
+        if spread:
             two = t_quantile(0.05, len(values) - 1) * spread * math.sqrt(2)
             row = {"metric": metric, "mean": statistics.mean(values), "spread": spread}
             found.append(row | {"of_runs": two, "of_means": two / math.sqrt(seeds)})
