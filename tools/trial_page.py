@@ -68,16 +68,20 @@ def because(side: Row) -> str:
 
 def cells(row: Row) -> list[str]:
     low, high = row["interval"] or (0.0, 0.0)
-    between = f"{low:+.3g} … {high:+.3g}" if row["interval"] else "–"
+    between = f"{short(low, '+', 3)} … {short(high, '+', 3)}" if row["interval"] else "–"
     p = "–" if row["p"] is None else f"{row['p']:.3f}"
     p = "< 0.001" if p == "0.000" else p
     means = [mean_of(row["parent"]), mean_of(row["side"])]
-    return [*means, f"{row['difference']:+.3g}", between, p, row["word"]]
+    return [*means, short(row["difference"], "+", 3), between, p, row["word"]]
 
 
 def mean_of(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4g}{spread}"
+    spread = f" ± {short(statistics.stdev(values), '', 2)}" if len(values) > 1 else ""
+    return short(statistics.mean(values), "", 4) + spread
+
+
+def short(value: float, sign: str, digits: int) -> str:
+    return f"{value:{sign},.0f}" if abs(value) >= 100 else f"{value:{sign}.{digits}g}"
 
 
 def table(first: str, rows: list[list[str]]) -> list[str]:
