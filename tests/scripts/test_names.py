@@ -35,7 +35,7 @@ enforce-eager no-enable-chunked-prefill kv-cache-memory-bytes gpu-memory-utiliza
 """.split()
 FILES = """
 my.py my_run.yaml my_rewards.py file.py train_mine.py train_weighted.py train_length.py train_z.py chats.jsonl
-train_2.jsonl val.jsonl input.txt config_smollm1_135M.yaml theirs.yaml unsloth/models/rl.py
+train_2.jsonl val.jsonl input.txt config_smollm1_135M.yaml theirs.yaml
 """.split()
 
 
