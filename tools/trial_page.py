@@ -57,12 +57,12 @@ def because(side: Row) -> str:
         return f" ({side['failed']})"
     evaluated = [row for row in side["metrics"] if row["metric"].startswith("eval_")]
     if all(row["parent"] == row["side"] for row in evaluated):
-        return "; every evaluation is the same: does the edit do anything?"
+        return "; every evaluation is the same"
     if side["verdict"] != UNKNOWN or len(side["metrics"][0]["side"]) < 2:
         return ""
     needs = side["metrics"][0]["needs"]
     if needs is None:
-        return "; no number of seeds would tell such a difference apart: more prompts"
+        return "; such a difference takes more prompts, not only seeds"
     return f"; such a difference takes about {needs} seeds"
 
 

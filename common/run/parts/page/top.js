@@ -9,7 +9,7 @@ function head() {
   const theme = choice("theme", [["auto"], ["light"], ["dark"]]);
   if (several()) {
     const title = element("div", { class: "title" }, element("h1", {}, compared.title ?? `${runs.length} runs compared`), theme);
-    return element("header", {}, title, runsTable());
+    return element("header", {}, title, compared.trial ? null : runsTable());
   }
   const run = runs[0];
   const model = (run.about.find(([name]) => name === "model") || [])[1];
