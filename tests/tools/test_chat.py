@@ -152,7 +152,7 @@ def test_what_cannot_be_talked_to_is_one_line(tmp_path):
         ([MODEL, "--temperature", "-1"], "temperature -1"),
         ([str(tmp_path / "none")], "none"),
         ([str(tmp_path / "judge")], "lm_head.weight"),
-        ([MODEL, "--prompt", "two \udcff"], "error|refuses"),
+        ([MODEL, "--prompt", "two \udcff"], "Error|refuses"),
     ]:
         with pytest.raises(UserError, match=named) as error:
             chat.main(words)
