@@ -128,10 +128,12 @@ def answers(
         raise BadRow(f"the chat template has no place for {missing}{without}")
     switches = switches or switches_to_try(tokenizer)
     found = []
+    before: list[Message] = []  # the messages before the last answer that was found
     reasons: list[BadRow] = []  # of answers that are left out
     for turn in turns:
         try:
             found.append(_first_answer(chat[:turn], chat[turn], tokenizer, tools, switches))
+            before = chat[:turn]
         except NotContinued as reason:
             reasons.append(reason)
     if reasons and not found:
@@ -139,7 +141,7 @@ def answers(
     if reasons:
         notes.add(f"an answer of the chat is not trained: {reasons[0]}")
     if found:
-        _check_messages(found[-1].context, chat[: turns[-1]])
+        _check_messages(found[-1].context, before)
     return found
 
 

@@ -377,6 +377,8 @@ def test_an_answer_that_cannot_be_continued_is_left_out_alone():
     (sequence,) = tokenize_messages([U, A, CHAT[2], thinking(CHAT[3])], tokenizer)
     assert trained(sequence, tokenizer) == [f"{THOUGHT}\n</think>\n\n4\n\nYes, 4.<|im_end|>"]
     assert any("an answer of the chat is not trained" in note for note in notes)
+    (sequence,) = tokenize_messages([U, thinking(A), *CHAT[2:]], tokenizer)  # here it is the last one
+    assert trained(sequence, tokenizer) == [f"{THOUGHT}\n</think>\n\nIt is 2.<|im_end|>"]
 
 
 def test_pairs_may_have_tools():
