@@ -5,7 +5,8 @@ from collections.abc import Callable
 import re
 from typing import Any, NamedTuple
 
-from common.data.chat import (
+from common.data.chat import Answer, answers, prompt_text
+from common.data.chat_template import (
     ANSWER,
     CALL,
     FUNCTION,
@@ -13,11 +14,8 @@ from common.data.chat import (
     QUESTION,
     TOOL,
     WORD,
-    Answer,
     Switches,
-    answers,
     needs_of,
-    prompt_text,
     special_tokens,
 )
 from common.data.tokens import encode_text

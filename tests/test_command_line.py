@@ -11,7 +11,7 @@ from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, arg, declared, is_within
 from common.command_line import parse_args
-from common.data.chat import read_chat_template
+from common.data.chat_template import read_chat_template
 from common.errors import UserError
 import pytest
 import yaml

@@ -28,7 +28,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 import unicodedata
 
-from common.data.chat import set_defaults
+from common.data.chat_template import set_defaults
 from common.data.tokens import tokenize_prompt
 from common.data.types import BadRow
 from common.errors import UserError, printable

@@ -7,33 +7,34 @@ For the answer messages[i], both come from the chat template alone:
 
 Many templates rewrite earlier turns: they drop old thoughts, or end the last turn with another token. Each
 answer is therefore rendered on its own, as the last message. `tokens.py` makes token sequences of the results.
-
-Chats are content: a special token spelled in a message stays plain characters, so that it cannot end or forge
-a turn. In the rendered text a placeholder represents it until tokenisation.
 """
 
-from collections.abc import Callable, Iterator
-import functools
-import hashlib
-import itertools
+from collections.abc import Iterator
 import json
 import os
-from pathlib import Path
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.types import REASONING, BadRow, Message, Tokenizer, notes
-from common.errors import UserError
+from common.data.chat_template import (
+    ANSWER,
+    CALL,
+    OUTPUT,
+    QUESTION,
+    WORD,
+    Switches,
+    Tools,
+    apply_template,
+    defaults_of,
+    needs_of,
+    per_tokenizer,
+    prepare,
+    special_tokens,
+)
+from common.data.types import BadRow, Message, Tokenizer, notes
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-T = TypeVar("T")
-Tools = list[Any] | None
-Switches = dict[str, Any]  # variables of a chat template, such as enable_thinking
-TEMPLATES = Path(__file__).parent / "chat_templates"
-# Represents a special token spelled in a message (see hidden_texts) while the template is applied.
-PLACEHOLDER = re.compile("\ufdd0(\\d+)\ufdd1")
 # Tried in this order, until the rendering of an answer continues its header.
 SWITCHES: tuple[Switches, ...] = (
     {},
@@ -42,11 +43,6 @@ SWITCHES: tuple[Switches, ...] = (
     {"thinking": False},
     {"thinking": True},
 )
-# A variable that --template_kwargs gave a default (see with_defaults).
-_DEFAULT = "{{%- if {0} is not defined %}}{{%- set {0} = {1} %}}{{%- endif %}}"
-_DEFAULTED = re.compile(r"\{%- if (\w+) is not defined %\}\{%- set \1 = ")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*(.*)", re.DOTALL)
-_CALL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
 class NotContinued(BadRow):
@@ -59,33 +55,6 @@ class Answer(NamedTuple):
     context: str  # what it is sampled after
     written: str  # what the model writes there
     rest: str  # what the template writes after that, at the end of a chat
-
-
-def per_tokenizer(function: Callable[[Tokenizer], T]) -> Callable[[Tokenizer], T]:
-    """Cache function(tokenizer) while its special tokens and template stay the same: reading them is slow."""
-    cached = functools.lru_cache(lambda tokenizer, *state: function(tokenizer))
-
-    @functools.wraps(function)
-    def remembered(tokenizer: Tokenizer) -> T:
-        return cached(tokenizer, len(tokenizer), *tokenizer.all_special_tokens, str(tokenizer.chat_template))
-
-    return remembered
-
-
-@per_tokenizer
-def special_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Longest first, so that a token is not mistaken for another one that is its prefix."""
-    marks = set(tokenizer.all_special_tokens)
-    for token in tokenizer.added_tokens_decoder.values():
-        if token.special:
-            marks.add(str(token.content))
-    return sorted(marks - {""}, key=lambda mark: (-len(mark), mark))
-
-
-def hidden_texts(tokenizer: Tokenizer) -> list[str]:
-    """The texts of the placeholders, by number: special tokens, and the two characters that placeholders are
-    made of."""
-    return [*special_tokens(tokenizer), "\ufdd0", "\ufdd1"]
 
 
 # --- the text before an answer, and the answer --------------------------------------------------------------
@@ -104,7 +73,7 @@ def prompt_text(
     chat, tools = prepare(messages, tools, tokenizer)
     if missing := _without_place(chat, tools, tokenizer):
         notes.add(f"the chat template has no place for {missing}")
-    return _apply_template(chat, tokenizer, tools, switches or {}, add_generation_prompt=True)
+    return apply_template(chat, tokenizer, tools, switches or {}, add_generation_prompt=True)
 
 
 def answers(
@@ -172,7 +141,7 @@ def switches_to_try(tokenizer: Tokenizer, given: Switches | None = None) -> list
     the run, stays as it is."""
     given = given or {}
     template = str(tokenizer.chat_template)
-    fixed = {*given, *_DEFAULTED.findall(template)}
+    fixed = defaults_of(tokenizer) | given.keys()
     tried = []
     for switches in SWITCHES:
         if all(name in template and name not in fixed for name in switches):
@@ -185,7 +154,7 @@ def whole_text(
 ) -> str:
     """The text of a whole chat, without the header of a further answer. Raises as `answers` does."""
     chat, tools = prepare(messages, tools, tokenizer)
-    text = _apply_template(chat, tokenizer, tools, switches or {})
+    text = apply_template(chat, tokenizer, tools, switches or {})
     _check_messages(text, chat, answers_too=True)
     thoughts = [thought for message in chat if (thought := message.get("thinking"))]
     if thoughts and not any(thought.strip() in text for thought in thoughts):
@@ -198,23 +167,23 @@ def _answer(
 ) -> Answer:
     """The answer `message` to the chat `before`. Raises BadRow if the template does not write it there."""
     try:
-        context = _apply_template(before, tokenizer, tools, switches, add_generation_prompt=True)
+        context = apply_template(before, tokenizer, tools, switches, add_generation_prompt=True)
     except BadRow as reason:
         raise NotContinued(str(reason)) from None
-    text = _apply_template([*before, message], tokenizer, tools, switches)
+    text = apply_template([*before, message], tokenizer, tools, switches)
     if not text.startswith(context):
         raise NotContinued(_why_not_continued(context, message))
     written = text[len(context) :]
     end_of_words = 0
     for what, forms in _words_of(message):
-        places = [(written.find(form, end_of_words), form) for form in forms]
-        places += [(written.find(form), form) for form in forms]  # some templates write the calls first
-        place, form = next((found for found in places if found[0] >= 0), (-1, ""))
-        if place < 0:
+        end = _end_of(forms, written, end_of_words)
+        if end is None:  # some templates write the calls first
+            end = _end_of(forms, written, 0)
+        if end is None:
             raise BadRow(
                 f"the chat template leaves out or changes {what} (another one: --chat_template chatml)"
             )
-        end_of_words = max(end_of_words, place + len(form))
+        end_of_words = max(end_of_words, end)
     ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
     if ending is not None and ending.marks in written[:end_of_words]:
         raise BadRow(
@@ -222,6 +191,15 @@ def _answer(
         )
     answer = _up_to_the_end(written, end_of_words, ending, tokenizer)
     return Answer(context, answer, written[len(answer) :])
+
+
+def _end_of(forms: list[str], text: str, start: int) -> int | None:
+    """Where the first of these forms that a text has from `start` on ends; None: it has none of them."""
+    for form in forms:
+        place = text.find(form, start)
+        if place >= 0:
+            return place + len(form)
+    return None
 
 
 def _why_not_continued(context: str, message: Message) -> str:
@@ -247,15 +225,19 @@ def _words_of(message: Message) -> Iterator[tuple[str, list[str]]]:
     for call in message.get("tool_calls") or []:
         yield "a tool call", [call["function"]["name"]]
         arguments = call["function"]["arguments"]
-        for value in _leaves(json.loads(arguments) if isinstance(arguments, str) else arguments):
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        for value in _leaves(arguments):
             forms = [str(value), json.dumps(value, ensure_ascii=False), json.dumps(value)]
             yield "an argument of a tool call", [form.strip('"').strip() for form in forms]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     """The numbers and texts in lists and objects."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
             yield from _leaves(item)
     elif value is not None:
         yield value
@@ -264,16 +246,18 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _text_of(message: Message) -> str:
     """The content of a prepared message."""
     content = message["content"]
-    return content[0]["text"] if isinstance(content, list) else content or ""
+    if isinstance(content, list):
+        return content[0]["text"]
+    return content or ""
 
 
 def _check_messages(text: str, chat: list[Message], answers_too: bool = False) -> None:
     """Raises BadRow for a message, other than an answer, that is not in the text of its chat."""
     for message in chat:
-        content = _text_of(message).strip()
-        as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output so
         if message["role"] == "assistant" and not answers_too:
             continue
+        content = _text_of(message).strip()
+        as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output so
         if content not in text and as_json not in text:
             raise BadRow(
                 f"the chat template leaves out a {message['role']} message (try --chat_template chatml)"
@@ -329,7 +313,7 @@ def _ending(chat: list[Message], following: Message, tokenizer: Tokenizer) -> En
 def _text_after_word(chat: list[Message], tokenizer: Tokenizer) -> str:
     """What a chat's text has after WORD; nothing if the template refuses the chat, or leaves out the word."""
     try:
-        text = _apply_template(prepare(chat, None, tokenizer)[0], tokenizer)
+        text = apply_template(prepare(chat, None, tokenizer)[0], tokenizer)
     except BadRow:
         return ""
     return text.rpartition(WORD)[2] if WORD in text else ""
@@ -361,213 +345,21 @@ def _up_to_the_end(written: str, end_of_words: int, ending: Ending | None, token
 
 def ends_of_turns(tokenizer: Tokenizer) -> list[str]:
     """The special tokens with which the chat template ends answers and calls, where it does."""
-    found = []
-    for ending in endings(tokenizer).values() if tokenizer.chat_template else ():
-        if ending is not None:
-            found.append(next(mark for mark in special_tokens(tokenizer) if ending.marks.endswith(mark)))
-    return found
+    if not tokenizer.chat_template:
+        return []
+    ends = []
+    for ending in endings(tokenizer).values():
+        for mark in special_tokens(tokenizer):
+            if ending is not None and ending.marks.endswith(mark):
+                ends.append(mark)
+                break
+    return ends
 
 
 def stop_token_ids(tokenizer: Tokenizer, generation_config: "GenerationConfig") -> list[int]:
     """All tokens that end a completion: the generation config's, the tokenizer's, and the template's ends."""
-    ids = generation_config.eos_token_id or []
-    stops = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
-    return sorted(stops | {*tokenizer.convert_tokens_to_ids(ends_of_turns(tokenizer))})
-
-
-# --- messages as a template reads them ----------------------------------------------------------------------
-
-# Chats with which `needs_of` and `endings` try what a template writes
-WORD = "plainloop"
-QUESTION = {"role": "user", "content": "question"}
-ANSWER = {"role": "assistant", "content": WORD}
-THOUGHT = {"role": "assistant", "content": "x"} | dict.fromkeys(REASONING, WORD)
-FUNCTION = {"name": "find", "arguments": {"where": WORD}}
-CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call_1", "type": "function", "function": FUNCTION}],
-}
-OUTPUT = {"role": "tool", "tool_call_id": "call_1", "name": "find", "content": "found"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "find",
-        "description": WORD,
-        "parameters": {"type": "object", "properties": {"where": {"type": "string", "description": WORD}}},
-    },
-}
-
-
-class Needs(NamedTuple):
-    """What a chat template has a place for, and in which form it reads messages."""
-
-    tools: bool = False
-    calls: bool = False
-    thoughts: bool = False  # of answers; without a place they are written as <think> in the content
-    call_thoughts: bool = False  # of messages with calls
-    parts: bool = False  # content as a list of {"type": "text", "text"}
-    no_content: bool = False  # of a message with calls and no text: null, not ""
-    text_arguments: bool = False  # of a call: JSON text, not an object
-    short_ids: bool = False  # of calls: nine letters and digits, as for Mistral's
-
-
-@per_tokenizer
-def needs_of(tokenizer: Tokenizer) -> Needs:
-    """Found by trying."""
-
-    def writes(word: str, chat: list[Message], needs: Needs, tools: Tools = None) -> bool:
-        try:
-            text = _apply_template([_adapt(message, needs) for message in chat], tokenizer, tools)
-        except BadRow:
-            return False
-        # an object as Python prints it, or text that was encoded twice, is no place for a call
-        return word in text and "{'where'" not in text and '\\"where' not in text
-
-    needs = Needs()
-    if not writes("question", [QUESTION], needs) and writes("question", [QUESTION], Needs(parts=True)):
-        needs = Needs(parts=True)
-    needs = needs._replace(tools=writes(WORD, [QUESTION], needs, [TOOL]))
-    needs = needs._replace(thoughts=writes(WORD, [QUESTION, THOUGHT], needs._replace(thoughts=True)))
-    for short_ids, no_content, text_arguments in itertools.product((False, True), repeat=3):
-        found = needs._replace(
-            calls=True, short_ids=short_ids, no_content=no_content, text_arguments=text_arguments
-        )
-        if writes(WORD, [QUESTION, CALL], found):
-            thinks = CALL | dict.fromkeys(REASONING, "plainthought")
-            has_place = writes("plainthought", [QUESTION, thinks], found._replace(call_thoughts=True))
-            return found._replace(call_thoughts=has_place)
-    return needs
-
-
-def prepare(messages: list[Message], tools: Tools, tokenizer: Tokenizer) -> tuple[list[Message], Tools]:
-    """Messages and tools in the form in which the template reads them, with placeholders for special tokens
-    that are spelled."""
-    needs, marks = needs_of(tokenizer), hidden_texts(tokenizer)
-    return [_hide(_adapt(message, needs), marks) for message in messages], _hide(tools, marks)
-
-
-def _adapt(message: Message, needs: Needs) -> Message:
-    """A message of formats.py as a template with these needs reads it; without its "train", which is no part
-    of the chat."""
-    message = {key: value for key, value in message.items() if key != "train"}
-    if message["role"] == "assistant":
-        message = _with_thought(message, needs)
-    if "tool_calls" in message:
-        message["tool_calls"] = [_adapt_call(call, needs) for call in message["tool_calls"]]
-        if needs.no_content and not message["content"].strip():
-            return message | {"content": None}
-    if needs.short_ids and "tool_call_id" in message:
-        message["tool_call_id"] = _short_id(message["tool_call_id"])
-    if needs.parts:
-        message["content"] = [{"type": "text", "text": message["content"]}]
-    return message
-
-
-def _with_thought(message: Message, needs: Needs) -> Message:
-    """An answer with its thought where the template reads it: in a field of its own, or in the content."""
-    thought, content = message.get("thinking"), message["content"]
-    has_place = needs.call_thoughts if "tool_calls" in message else needs.thoughts
-    if has_place and not thought and (inside := _THOUGHT.fullmatch(content)):
-        return message | dict.fromkeys(REASONING, inside[1].strip("\n")) | {"content": inside[2]}
-    if not has_place and thought:
-        notes.add(
-            "the chat template has no place for reasoning: it is written as <think> in the answer (without: "
-            "--columns unused=reasoning_content)"
-        )
-        message = {key: value for key, value in message.items() if key not in REASONING}
-        message["content"] = f"<think>\n{thought}\n</think>\n\n{content}"
-    return message
-
-
-def _adapt_call(call: dict[str, Any], needs: Needs) -> dict[str, Any]:
-    """A call of formats.py with its arguments and its id in the template's form."""
-    function = call["function"]
-    if needs.text_arguments:
-        function = function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    if needs.short_ids:
-        call = call | {"id": _short_id(call.get("id") or function["name"])}
-    return call | {"function": function}
-
-
-def _short_id(name: str) -> str:
-    """An id of nine letters and digits; the same one for the same name."""
-    return name if _CALL_ID.fullmatch(name) else hashlib.sha256(name.encode()).hexdigest()[:9]
-
-
-def _hide(value: Any, marks: list[str]) -> Any:
-    """A value with each of `marks` spelled in its strings, keys included, replaced by a placeholder."""
-    if isinstance(value, list):
-        return [_hide(item, marks) for item in value]
-    if isinstance(value, dict):
-        return {
-            _hide(key, marks): item if key == "role" else _hide(item, marks) for key, item in value.items()
-        }
-    if not isinstance(value, str) or not any(mark in value for mark in marks):
-        return value
-    numbers = {mark: i for i, mark in enumerate(marks)}
-    return re.sub("|".join(map(re.escape, marks)), lambda match: f"\ufdd0{numbers[match[0]]}\ufdd1", value)
-
-
-# --- templates ----------------------------------------------------------------------------------------------
-
-
-def _apply_template(
-    chat: list[Message],
-    tokenizer: Tokenizer,
-    tools: Tools = None,
-    switches: Switches | None = None,
-    add_generation_prompt: bool = False,
-) -> str:
-    """The text of prepared messages. Raises UserError without a template, BadRow if it rejects the chat."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template: pass --chat_template chatml, plain, or a .jinja file"
-        )
-    try:
-        texts, _ = render_jinja_template(
-            conversations=[chat],
-            tools=tools,
-            chat_template=tokenizer.get_chat_template(tools=tools),
-            add_generation_prompt=add_generation_prompt,
-            **tokenizer.special_tokens_map | (switches or {}),
-        )
-    except (
-        Exception
-    ) as error:  # templates can raise anything (raise_exception, a missing key, a filter on None)
-        raise BadRow(f"the chat template refuses it: {' '.join(str(error).split())}") from None
-    if "\\ufdd0" in texts[0]:  # as Python prints the character of a placeholder within a list
-        raise BadRow("the chat template rewrites a special token that the text contains")
-    return texts[0]
-
-
-def read_chat_template(name: str) -> str:
-    """A chat template by the name of one shipped here, or by the path of a .jinja file."""
-    if "{%" in name or "{{" in name:
-        raise UserError("--chat_template is a template itself: write it to a .jinja file, and name that")
-    path = TEMPLATES / f"{name}.jinja" if "/" not in name and not name.endswith(".jinja") else Path(name)
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--chat_template: neither chatml, nor plain, nor a .jinja file: {error}") from None
-
-
-def set_defaults(tokenizer: Tokenizer, settings: list[str]) -> None:
-    """Give variables of the chat template defaults, "name=value" each. They are part of the template, so that
-    it writes the same wherever the model is sampled. Raises UserError for another form."""
-    template = tokenizer.chat_template
-    if not isinstance(template, str):
-        raise UserError("--template_kwargs: the tokenizer has no chat template, or several (--chat_template)")
-    for setting in settings:
-        name, _, value = setting.partition("=")
-        if not name.isidentifier() or not value:
-            raise UserError(f"--template_kwargs {setting}: expected name=value, as in enable_thinking=false")
-        if name not in template:
-            raise UserError(f"--template_kwargs {setting}: the chat template does not read {name}")
-        lower = value.lower()
-        is_number = value.removeprefix("-").replace(".", "", 1).isdecimal()
-        literal = lower if lower in ("true", "false", "none") or is_number else json.dumps(value)
-        template = _DEFAULT.format(name, literal) + template
-    tokenizer.chat_template = template
+    ids = generation_config.eos_token_id
+    if not isinstance(ids, list):
+        ids = [] if ids is None else [ids]
+    ends = tokenizer.convert_tokens_to_ids(ends_of_turns(tokenizer))
+    return sorted({tokenizer.eos_token_id, *ids, *ends})

@@ -15,7 +15,7 @@ import threading
 from typing import Any, NamedTuple, TypeVar
 
 from common.args import CommonArgs
-from common.data.chat import per_tokenizer
+from common.data.chat_template import per_tokenizer
 from common.data.sharing import shared_starts
 from common.data.tokens import tokenize_documents
 from common.data.types import (

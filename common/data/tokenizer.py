@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from common.args import CommonArgs
 from common.data.cache import build_once, digest, versions
-from common.data.chat import read_chat_template
+from common.data.chat_template import read_chat_template
 from common.data.encode import Account
 from common.data.formats import as_text
 from common.data.sources import identity, read_rows, training_sources

@@ -2,7 +2,7 @@
 
 The tokens before an answer are exactly those of the prompt from which it would be sampled; no token spans the
 boundary. In documents, prompt and completion strings, a special token that is spelled out becomes that token:
-raw text may carry its own formatting. In chats it does not (see chat.py).
+raw text may carry its own formatting. In chats it does not (see chat_template.py).
 """
 
 import functools
@@ -10,18 +10,14 @@ from itertools import pairwise
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from common.data.chat import (
+from common.data.chat import Answer, answers, prompt_text, switches_to_try, whole_text
+from common.data.chat_template import (
     PLACEHOLDER,
-    Answer,
     Switches,
     Tools,
-    answers,
     hidden_texts,
     per_tokenizer,
-    prompt_text,
     special_tokens,
-    switches_to_try,
-    whole_text,
 )
 from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, notes, whole
 from common.errors import UserError
@@ -281,7 +277,7 @@ def tokenize_row(
     return row | {"prompt_ids": ids}
 
 
-# --- text of chat.py as ids ---------------------------------------------------------------------------------
+# --- rendered text as ids -----------------------------------------------------------------------------------
 
 
 class _Traits(NamedTuple):
@@ -332,7 +328,7 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def encode_text(text: str, tokenizer: Tokenizer, after: str = "") -> list[int]:
-    """Text of `chat.py` as ids. Placeholders become text. after: a text that ends with a special token, which
+    """Rendered text of a chat as ids. Placeholders become text. after: a text that ends with a special token, which
     this one continues."""
     # No token spans a special one. What lies between two of them is often the same: it is encoded once.
     parts = _traits(tokenizer).marks.split(text)  # text, mark, text, mark, ..., text

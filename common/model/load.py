@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.data.chat import read_chat_template, set_defaults, stop_token_ids
+from common.data.chat import stop_token_ids
+from common.data.chat_template import read_chat_template, set_defaults
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.memory import SHARDED

@@ -3,7 +3,7 @@ as text."""
 
 from functools import cache, partial
 
-from common.data.chat import read_chat_template
+from common.data.chat_template import read_chat_template
 from common.data.tokenizer import train_bpe
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors

@@ -10,7 +10,8 @@ import json
 from pathlib import Path
 import re
 
-from common.data.chat import SWITCHES, needs_of, prompt_text, set_defaults, stop_token_ids
+from common.data.chat import SWITCHES, prompt_text, stop_token_ids
+from common.data.chat_template import needs_of, set_defaults
 from common.data.formats import as_chat, as_preference, as_prompt
 from common.data.tokens import (
     tokenize_chat,
