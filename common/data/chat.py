@@ -82,12 +82,14 @@ def answers(
     tokenizer: Tokenizer,
     tools: Tools = None,
     switches: list[Switches] | None = None,
+    all_or_none: bool = False,
 ) -> list[Answer]:
     """The answers messages[i], for i of `turns`, each after the text that it is sampled after.
 
     switches: an answer uses the first ones under which the template continues its header and writes all of
-    its words; by default those of `switches_to_try`. Raises UserError without a template, BadRow for an
-    answer that the template cannot write after its header, and for anything else that it leaves out.
+    its words; by default those of `switches_to_try`. An answer that does not continue its header is left out,
+    and noted. Raises BadRow if that is the only one, or with `all_or_none`, and for anything else that the
+    template leaves out; UserError without a template.
     """
     chat, tools = prepare(messages, tools, tokenizer)
     if missing := _without_place(chat, tools, tokenizer):
@@ -105,7 +107,7 @@ def answers(
             before = chat[:turn]
         except NotContinued as reason:
             reasons.append(reason)
-    if reasons and not found:
+    if reasons and (all_or_none or not found):
         raise reasons[0]
     if reasons:
         notes.add(f"an answer of the chat is not trained: {reasons[0]}")

@@ -72,13 +72,14 @@ def tokenize_messages(
     train_on: str = "all_turns",
     first_trained_turn: int = 0,
     switches: list[Switches] | None = None,
+    all_or_none: bool = False,
 ) -> list[Sequence]:
     """A conversation as sequences of input_ids (n,) int64 and loss_mask (n,) int64: one, unless the chat
     template rewrites the text before an answer; then a further one, for that answer and those after it.
 
     train_on: all_turns or last_turn of the assistant, from first_trained_turn on, or everything. An assistant
-    turn with "train": False is never trained. switches: see chat.answers. Raises BadRow for a conversation
-    without a turn to train, or that its template rejects.
+    turn with "train": False is never trained. switches, all_or_none: see chat.answers. Raises BadRow for a
+    conversation without a turn to train, or that its template rejects.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_trained_turn]
     if not turns:
@@ -91,33 +92,31 @@ def tokenize_messages(
     if train_on == "everything":
         return [_whole_chat(messages, tokenizer, tools, (switches or [{}])[0])]
     sequences: list[_Written] = []
-    for answer in answers(messages, trained, tokenizer, tools, switches):
+    for answer in answers(messages, trained, tokenizer, tools, switches, all_or_none):
         before = sequences[-1] if sequences else None
         this = _write(answer, before, tokenizer)
-        if before and this.ids[: len(before.ids)] == before.ids:
-            this.mask[: len(before.ids)] = (
-                before.mask
-            )  # the context continues it: both answers in one sequence
+        # If the context continues what is there, both answers stand in one sequence.
+        if before and this.context_ids[: len(before.ids)] == before.ids:
+            this.mask[: len(before.ids)] = before.mask
             sequences.pop()
         sequences.append(this)
     rest = encode_text(answer.rest, tokenizer, after=answer.written)
     sequences[-1].ids.extend(rest)
     sequences[-1].mask.extend([0] * len(rest))
-    return [
-        {"input_ids": np.array(one.ids, np.int64), "loss_mask": np.array(one.mask, np.int64)}
-        for one in sequences
-    ]
+    found = []
+    for one in sequences:
+        found.append({"input_ids": np.array(one.ids, np.int64), "loss_mask": np.array(one.mask, np.int64)})
+    return found
 
 
 class _Written(NamedTuple):
     """An answer after its context, as tokens."""
 
     text: str
-    ids: list[int]
+    context_ids: list[int]
+    ids: list[int]  # of context and answer
     mask: list[int]
-    is_whole: (
-        bool  # the ids are those of the whole text; otherwise a token would span the start of the answer
-    )
+    is_whole: bool  # the ids are those of the text; otherwise a token would span the start of the answer
 
 
 def _write(answer: Answer, before: _Written | None, tokenizer: Tokenizer) -> _Written:
@@ -132,8 +131,9 @@ def _write(answer: Answer, before: _Written | None, tokenizer: Tokenizer) -> _Wr
     is_whole = ids[: len(prompt)] == prompt and len(ids) > len(prompt)
     if not is_whole:
         ids = prompt + _pieces(written, tokenizer)
-    mask = [0] * (len(known) + len(prompt)) + [1] * (len(ids) - len(prompt))
-    return _Written(answer.context + written, known + ids, mask, is_whole)
+    context_ids, ids = known + prompt, known + ids
+    mask = [0] * len(context_ids) + [1] * (len(ids) - len(context_ids))
+    return _Written(answer.context + written, context_ids, ids, mask, is_whole)
 
 
 def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, switches: Switches) -> Sequence:
@@ -141,16 +141,13 @@ def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, swi
     ids = encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer)
     mask = np.ones(len(ids), np.int64)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
-    written = answers(messages, left_out, tokenizer, tools, [switches])
-    if len(written) < len(left_out):
-        raise BadRow("an answer that is not trained has no header of its own: --train_on all_turns")
-    for answer in written:
+    for answer in answers(messages, left_out, tokenizer, tools, [switches], all_or_none=True):
         this = _write(answer, None, tokenizer)
         if ids[: len(this.ids)] != this.ids:  # rewritten, or with a token that spans its start
             raise BadRow(
                 "an answer that is not trained is other tokens in the whole chat: --train_on all_turns"
             )
-        mask[this.mask.index(1) : len(this.mask)] = 0
+        mask[len(this.context_ids) : len(this.ids)] = 0
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
 
 
@@ -197,11 +194,8 @@ def tokenize_pair(pair: dict[str, Any], tokenizer: Tokenizer, max_length: int) -
         ]
     else:
         sides = _sides(pair, tokenizer)
-    starts = [int(side["loss_mask"].argmax()) for side in sides]
-    if (
-        starts[0] != starts[1]
-        or (sides[0]["input_ids"][: starts[0]] != sides[1]["input_ids"][: starts[0]]).any()
-    ):
+    prompts = [side["input_ids"][: side["loss_mask"].argmax()] for side in sides]
+    if not np.array_equal(*prompts):
         raise BadRow("the prompt has other tokens before the chosen than before the rejected answer")
     ends = [int(np.flatnonzero(side["loss_mask"])[-1]) for side in sides]
     # One answer loses its end token: trained in the other alone, it would make ending good or bad.
@@ -227,6 +221,7 @@ def _sides(pair: dict[str, Any], tokenizer: Tokenizer) -> list[Sequence]:
                     tools=pair.get("tools"),
                     first_trained_turn=len(pair["prompt"]),
                     switches=[switches],
+                    all_or_none=True,
                 )
         except BadRow as reason:
             reasons.append(reason)

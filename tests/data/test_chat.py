@@ -401,6 +401,9 @@ def test_both_answers_of_a_pair_follow_one_header():
     assert trained(pair[1], tokenizer) == ["<think>\n\n</think>\n\n3<|im_end|>"]
     with pytest.raises(BadRow, match="begins a thought|leaves out"):
         tokenize_pair(as_preference(row), make_tokenizer(OPENED), 512)
+    half = {"prompt": [U], "chosen": [A, CHAT[2], thinking(CHAT[3])], "rejected": [thinking(CHAT[3])]}
+    with pytest.raises(BadRow, match="begins a thought"):  # one of its answers alone would be summed
+        tokenize_pair(as_preference(half), make_tokenizer(OPENED), 512)
     several = {"prompt": [U], "chosen": [A, CHAT[2], CHAT[3]], "rejected": [CHAT[3]]}
     with pytest.raises(BadRow, match="rewrites the earlier ones"):
         tokenize_pair(as_preference(several), tokenizer, 512)
