@@ -179,30 +179,26 @@ def roll_out(
     scores = on_each_process(accelerator, partial(score, rewards, mine, texts, [s.ids for s in sampled]))
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
-    return [
-        Completion(
-            prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions
-        )
-        for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
-    ]
+    completions = []
+    for prompt, (s, text, each) in zip(prompts, everyones, strict=True):
+        counted = s.finished or not args.mask_truncated_completions
+        completions.append(Completion(prompt, *s, text=text, rewards=each, counted=counted))
+    return completions
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
-    table = [
-        [math.nan if value is None else value for value in completion.rewards] for completion in completions
-    ]
-    # (C, F), (F,)
-    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
-    reward = combine_rewards(per_function, weight)  # (C,)
-    # A_i
-    advantages = group_advantages(
-        reward.view(-1, args.num_generations), args.scale_rewards, args.advantage_estimator
-    )
-    for completion, r, advantage in zip(
-        completions, reward.tolist(), advantages.flatten().float().tolist(), strict=True
-    ):
-        completion.reward, completion.advantage = r, advantage
+    table = []
+    for completion in completions:
+        table.append([math.nan if reward is None else reward for reward in completion.rewards])
+    per_function = torch.tensor(table, dtype=torch.float64)  # (C, F)
+    rewards = combine_rewards(per_function, torch.tensor(weights, dtype=torch.float64))  # (C,)
+    groups = rewards.view(-1, args.num_generations)
+    advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
+    advantages = advantages.flatten().float()
+    for i, completion in enumerate(completions):
+        completion.reward = rewards[i].item()
+        completion.advantage = advantages[i].item()
 
 
 def as_sequence(c: Completion, weight: float) -> Sequence:

@@ -166,7 +166,7 @@ def main(args: Args) -> None:
 
     # --- model ----------------------------------------------------------------------------------------------
     config = None if args.model_name_or_path else new_model_config(args, tokenizer)
-    # LoRA, compilation, ... as the flags say
+    # LoRA, recomputation, compilation as the flags say
     model = load_model(args, accelerator, tokenizer, run.resume_from, config)
     optimizer = make_optimizer(args, model)
     lr_at = schedule(args, len(windows))
@@ -188,7 +188,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop -----------------------------------------------------------------------------------------------
-    # updates done so far; at the last one it only evaluates and ends
+    # step: updates done so far; at the last one it only evaluates and ends
     for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)

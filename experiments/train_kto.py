@@ -181,7 +181,7 @@ def main(args: Args) -> None:
             run.metrics.add_sum(loss=loss)
 
     # --- loop -----------------------------------------------------------------------------------------------
-    # updates done so far; at the last one it only evaluates and ends
+    # step: updates done so far; at the last one it only evaluates and ends
     for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate()

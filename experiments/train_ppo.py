@@ -167,12 +167,11 @@ def roll_out(
     scores = on_each_process(accelerator, partial(score, rewards, mine, texts, [s.ids for s in sampled]))
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
-    return [
-        Completion(
-            prompt, *s, text=text, rewards=each, counted=s.finished or not args.mask_truncated_completions
-        )
-        for prompt, (s, text, each) in zip(prompts, everyones, strict=True)
-    ]
+    completions = []
+    for prompt, (s, text, each) in zip(prompts, everyones, strict=True):
+        counted = s.finished or not args.mask_truncated_completions
+        completions.append(Completion(prompt, *s, text=text, rewards=each, counted=counted))
+    return completions
 
 
 def add_rewards(completions: list[Completion], weights: list[float]) -> None:
@@ -180,7 +179,6 @@ def add_rewards(completions: list[Completion], weights: list[float]) -> None:
     table = [
         [math.nan if value is None else value for value in completion.rewards] for completion in completions
     ]
-    # (C, F), (F,)
     per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
     reward = combine_rewards(per_function, weight)  # (C,)
     for completion, r in zip(completions, reward.tolist(), strict=True):

@@ -164,7 +164,7 @@ def main(args: Args) -> None:
     }
     own |= dict.fromkeys(("dataset_config", "dataset_weights"))
     train, held_out = load_data(replace(args, **own), accelerator, encode, tokenizer)
-    # a file's, or held-out ones
+    # what evaluations complete: the prompts of a file, or held-out ones
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, args.max_length)
     train = drop_turns(train, args.turn_dropping)
     if args.packing:
@@ -197,7 +197,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 
     # --- loop -----------------------------------------------------------------------------------------------
-    # updates done so far; at the last one it only evaluates and ends
+    # step: updates done so far; at the last one it only evaluates and ends
     for step in run.steps(last=len(windows)):
         if run.eval_due(step):
             values = evaluate_nll(args, accelerator, model, held_out)

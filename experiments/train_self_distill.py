@@ -325,7 +325,7 @@ def main(args: Args) -> None:
             run.metrics.add(mask - batch["sampled"], **{"loss/data": losses})
 
     # --- loop -----------------------------------------------------------------------------------------------
-    # updates done so far; at the last one it only evaluates and ends
+    # step: updates done so far; at the last one it only evaluates and ends
     for step in run.steps(last=len(rollouts)):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
