@@ -35,7 +35,7 @@ WORDS = {
 }
 NOTHING = {
     "README.md": "**Not yet run on a GPU**: mixed precision, the variable-length attention kernel, the sampler's CUDA graph",
-    "README.zh-CN.md": "**尚未在 GPU 上运行过**：混合精度、变长注意力内核、采样器的 CUDA graph",
+    "README.zh-CN.md": "**还没有在 GPU 上跑过**：混合精度、变长注意力内核、采样器的 CUDA graph",
 }
 HEADS = {"README.md": "**On one GPU** ({}): {}", "README.zh-CN.md": "**单卡 GPU**（{}）：{}"}
 LOSSES = {"README.md": "the loss {} times that of a CPU", "README.zh-CN.md": "损失为 CPU 的 {} 倍"}

@@ -201,7 +201,7 @@ def test_figures_land_in_the_pages(pages):
         assert all(
             value in text for value in ("NVIDIA H100", "2.11.0", "abc", "63,000", "27%", "20.5", "1.001")
         )
-    assert "Not yet run on a GPU" not in english and "尚未在 GPU 上运行过" not in chinese
+    assert "Not yet run on a GPU" not in english and "还没有在 GPU 上跑过" not in chinese
     assert f"| {EAGER} | 63,000 | 0.271 | 20.5 | 1.5 |" in benchmarks  # times the loop
     assert "OutOfMemoryError" in benchmarks and "grpo, shakespeare, real, trl, next, dpo." in benchmarks
     assert (

@@ -12,15 +12,13 @@ from common.other_names import table
 import pytest
 import yaml
 
-from tests.conftest import EXPERIMENTS, demo
+from tests.conftest import EXPERIMENTS, demo, module_of
 from tools import translate
 
 SCRIPTS = ["train_pretrain", "train_sft", "train_dpo", "train_grpo"]
-OURS = {
-    field.name
-    for script in [*SCRIPTS, *(f"experiments.train_{name}" for name in EXPERIMENTS)]
-    for field in dataclasses.fields(importlib.import_module(script).Args)
-}
+OURS = set()
+for module in [*SCRIPTS, *map(module_of, EXPERIMENTS)]:
+    OURS |= {field.name for field in dataclasses.fields(importlib.import_module(module).Args)}
 
 FACTORY = """
 model_name_or_path: data/base_model
