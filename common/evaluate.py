@@ -24,8 +24,8 @@ from common.data.sources import Source, load_rows, read_rows
 from common.data.tokens import tokenize_row
 from common.data.types import BadRow, Row, Tokenizer
 from common.errors import UserError, say
-from common.processes import gather_lists, on_main_process
-from common.sampling import Reward, load_rewards, sample, score_by_name
+from common.processes import on_main_process
+from common.sampling import ModelSampler, Reward, load_rewards, sample_shared, score_by_name
 from common.sampling.rewards import check_columns
 import numpy as np
 import torch
@@ -242,20 +242,12 @@ def complete(
     """Complete prompts (token ids). Each process samples its share, and gets all. max_new_tokens: one limit
     for all, or one each. A completion is a function of (weights, prompt, seed, its place)."""
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    mine = range(accelerator.process_index, len(prompts), accelerator.num_processes)
-    with accelerator.autocast():  # also on a process without a prompt: all of them gather sharded weights
-        sampled = sample(
-            accelerator.unwrap_model(model),
-            [prompts[i] for i in mine],
-            [(seed, i) for i in mine],
-            max_new_tokens=[limits[i] for i in mine],
-            temperature=temperature,
-        )
-    numbered = [(i, s.ids, s.finished) for i, s in zip(mine, sampled, strict=True)]
+    sampler = ModelSampler(accelerator.unwrap_model(model), temperature=temperature)
+    keys = [(seed, i) for i in range(len(prompts))]
     completions = []
-    for _, ids, finished in sorted(gather_lists(accelerator, numbered)):
-        text = tokenizer.decode(ids, skip_special_tokens=True)
-        completions.append(Completed(ids, text, finished))
+    for s in sample_shared(accelerator, sampler, prompts, keys, limits):
+        text = tokenizer.decode(s.ids, skip_special_tokens=True)
+        completions.append(Completed(s.ids, text, s.finished))
     return completions
 
 

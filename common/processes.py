@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -18,6 +19,13 @@ T = TypeVar("T")
 def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
     """The lists of all processes, concatenated, on each of them."""
     return gather_object(values) if accelerator.num_processes > 1 else values
+
+
+def own_share(accelerator: Accelerator, n: int) -> range:
+    """Which of n things are this process's: neighbours, and as many on each process, but for the last ones."""
+    size = math.ceil(n / accelerator.num_processes)
+    first = accelerator.process_index * size
+    return range(min(first, n), min(first + size, n))
 
 
 def unsharded(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from common.args import CommonArgs
 from common.collators import Window
 from common.data.load import Rows
-from common.processes import Accelerator, gather_lists, on_each_process
+from common.processes import Accelerator, gather_lists, on_each_process, own_share
 from common.sampling import RolloutSchedule, Sampled
 import numpy as np
 
@@ -37,22 +37,22 @@ class RolloutsAhead(RolloutSchedule):
     ):
         """ahead: how many rollouts are sampled in advance. The others: see RolloutSchedule."""
         super().__init__(args, accelerator, prompts, **sizes)
+        self._accelerator = accelerator
         self.ahead = ahead
         self._begun: dict[int, Future[list[Sampled]]] = {}  # sampled or in progress, and not yet requested
 
     def sample(self, rollout: int, begin: Begin, seed: int) -> list[Sampled]:
-        """This process's completions of a rollout, sampled now unless that was done ahead. Starts sampling
-        the following ones that are due ahead, with the current weights; also beyond the last one, in case the
-        run is extended."""
+        """The completions of a rollout, sampled now unless that was done ahead. Starts sampling the following
+        ones that are due ahead, with the current weights; also beyond the last one, in case the run is
+        extended. Each process samples a share and gets them all."""
         for n in range(rollout, rollout + self.ahead + 1):
             if n not in self._begun:
                 prompts = self.prompts(n)
-                ids, keys = (
-                    [prompts[i]["prompt_ids"] for i in self.mine()],
-                    [(seed, n, i) for i in self.mine()],
-                )
-                self._begun[n] = begin(ids, keys)
-        return on_each_process(self._accelerator, self._begun.pop(rollout).result)
+                mine = own_share(self._accelerator, len(prompts))
+                keys = [(seed, n, i) for i in mine]
+                self._begun[n] = begin([prompts[i]["prompt_ids"] for i in mine], keys)
+        own = on_each_process(self._accelerator, self._begun.pop(rollout).result)
+        return gather_lists(self._accelerator, own)
 
     def state(self, step: int) -> dict[str, Any]:
         """The completions sampled ahead, whose weights are gone."""
@@ -68,8 +68,9 @@ class RolloutsAhead(RolloutSchedule):
         sampled again."""
         for n, everyones in state.get("sampled_ahead", {}).items():
             if len(everyones) == len(self.prompts(int(n))):
+                mine = own_share(self._accelerator, len(everyones))
                 self._begun[int(n)] = Future()
-                self._begun[int(n)].set_result([Sampled(*everyones[i]) for i in self.mine()])
+                self._begun[int(n)].set_result([Sampled(*everyones[i]) for i in mine])
 
 
 def far_from_sampler(windows: list[Window], accelerator: Accelerator, cap: float) -> list[int]:

@@ -35,10 +35,9 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.lm_head import logits_of
 from common.model.reference import Reference, load_frozen
-from common.processes import Accelerator, gather_lists
+from common.processes import Accelerator
 from common.run import Run
-from common.sampling import RolloutSchedule, Sampled, sample
-from common.sampling.vllm import RolloutServers
+from common.sampling import RolloutSchedule, Sampler, load_sampler, sample_shared
 import numpy as np
 import torch
 
@@ -183,7 +182,7 @@ def divergence(
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    draw: Callable[..., list[Sampled]],
+    sampler: Sampler,
     prompts: list[Prompt],
     rollout: int,
 ) -> list[Completion]:
@@ -193,11 +192,9 @@ def roll_out(
     places = range(rollout * len(prompts), (rollout + 1) * len(prompts))
     is_sampled = [int((place + 1) * args.lmbda) > int(place * args.lmbda) for place in places]
     asked = [i for i in range(len(prompts)) if is_sampled[i]]
-    share = -(-len(asked) // accelerator.num_processes)
-    mine = asked[accelerator.process_index * share : (accelerator.process_index + 1) * share]
-    with accelerator.autocast():
-        sampled = draw([prompts[i]["prompt_ids"] for i in mine], [(args.seed, rollout, i) for i in mine])
-    found = dict(zip(asked, gather_lists(accelerator, sampled), strict=True))
+    keys = [(args.seed, rollout, i) for i in asked]
+    sampled = sample_shared(accelerator, sampler, [prompts[i]["prompt_ids"] for i in asked], keys)
+    found = dict(zip(asked, sampled, strict=True))
     completions = []
     for i, prompt in enumerate(prompts):
         if i in found:
@@ -283,19 +280,18 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(
+    sampler = load_sampler(  # the model itself, or vLLM servers that get its weights
+        args,
+        accelerator,
+        model,
+        args.rollout_server,
+        longest=rollouts.longest,
+        batch_size=args.generation_batch_size,
+        max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        max_new_tokens=args.max_completion_length,
     )
-    # prompts, keys -> completions
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
-    if args.rollout_server:  # vLLM servers draw, with the weights of each step
-        servers = RolloutServers(
-            args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
-        )
-        draw = servers.sample
     teacher = load_frozen(args, accelerator, tokenizer, args.teacher_model_name_or_path)
     teacher_tokens = teacher.model.lm.get_input_embeddings().num_embeddings
     stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
@@ -329,9 +325,8 @@ def main(args: Args) -> None:
         if run.checkpoint(step):
             break
 
-        if args.rollout_server:
-            servers.sync(step)
-        completions = roll_out(args, accelerator, draw, rollouts.prompts(step), step)
+        sampler.sync(step)  # vLLM servers get these weights
+        completions = roll_out(args, accelerator, sampler, rollouts.prompts(step), step)
         log_rollout(run, step + 1, completions, tokenizer)
         window = make_window(completions, args, accelerator)
         set_lr(optimizer, lr_at(step))

@@ -37,7 +37,6 @@ in which the completions of a prompt share it (`split_row` of common/collators.p
 """
 
 from dataclasses import dataclass
-from functools import partial
 import math
 from typing import Any, Literal
 
@@ -50,10 +49,9 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator, gather_lists, on_each_process
+from common.processes import Accelerator
 from common.run import Run
-from common.sampling import Reward, load_rewards, sample, score
-from common.sampling.vllm import RolloutServers
+from common.sampling import Reward, load_rewards, load_sampler, score_shared
 import numpy as np
 import torch
 
@@ -192,15 +190,12 @@ def roll_out(
     share and gets them all. A completion's random numbers are a function of (seed, rollout, its place),
     whichever process samples it."""
     prompts = rollouts.prompts(rollout)
-    mine = [prompts[i] for i in rollouts.mine()]
     with accelerator.autocast():
         sampled = rollouts.sample(rollout, begin, args.seed)
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
-    scores = on_each_process(accelerator, partial(score, rewards, mine, texts, [s.ids for s in sampled]))
-    each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
-    everyones = gather_lists(accelerator, list(zip(sampled, texts, each_reward, strict=True)))
+    scores = score_shared(accelerator, rewards, prompts, texts, [s.ids for s in sampled])
     completions = []
-    for prompt, (s, text, each) in zip(prompts, everyones, strict=True):
+    for prompt, s, text, each in zip(prompts, sampled, texts, scores, strict=True):
         counted = s.finished or not args.mask_truncated_completions
         completions.append(Completion(prompt, *s, text=text, rewards=each, counted=counted))
     return completions
@@ -316,18 +311,19 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(
+    sampler = load_sampler(  # the model itself, or vLLM servers that get its weights
+        args,
+        accelerator,
+        model,
+        args.rollout_server,
+        longest=rollouts.longest,
+        batch_size=args.generation_batch_size,
+        max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        max_new_tokens=args.max_completion_length,
     )
-    begin = at_once(partial(sample, unwrapped, batch_size=args.generation_batch_size, **how))
-    if args.rollout_server:  # vLLM servers sample, with the weights of a step
-        servers = RolloutServers(
-            args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
-        )
-        begin = servers.begin
+    begin = sampler.begin if args.rollout_server else at_once(sampler.sample)
     # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its
     # first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
@@ -390,8 +386,7 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
-            if args.rollout_server:
-                servers.sync(step)
+            sampler.sync(step)  # vLLM servers get these weights
             completions = roll_out(args, accelerator, begin, tokenizer, rewards, rollouts, rollout)
             add_advantages(completions, weights, args)
             windows = make_windows(completions, args, accelerator)
@@ -416,7 +411,7 @@ def main(args: Args) -> None:
         # out of memory: from the start, in smaller micro-batches, on all processes
         run.retry_smaller(gradients, window)
         if args.rollout_server and not args.rollout_ahead and step % rollouts.updates_per_rollout == 0:
-            servers.check(run.metrics)  # fails if they have other weights
+            sampler.check(run.metrics)  # fails if servers sample with other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

@@ -61,11 +61,17 @@ from common.evaluate import load_eval_prompts, summarise
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator, TimeLimitReached, gather_lists, on_each_process, time_limit
+from common.processes import (
+    Accelerator,
+    TimeLimitReached,
+    gather_lists,
+    on_each_process,
+    own_share,
+    time_limit,
+)
 from common.run import Run
-from common.sampling import Reward, RolloutSchedule, Sampled, load_rewards, sample, score
+from common.sampling import Reward, RolloutSchedule, Sampled, Sampler, load_rewards, load_sampler, score
 from common.sampling.rewards import from_file, must
-from common.sampling.vllm import RolloutServers
 import numpy as np
 import torch
 
@@ -317,7 +323,7 @@ async def end_turns(*turns: Coroutine[Any, Any, bool]) -> list[bool]:
 def roll_out(
     args: Args,
     accelerator: Accelerator,
-    draw: Callable[..., list[Sampled]],
+    sampler: Sampler,
     tokenizer: Tokenizer,
     rewards: list[Reward],
     environment: Environment,
@@ -329,13 +335,12 @@ def roll_out(
     """Run and score one episode for each of C prompts (each occurs `group` times). Each process runs a share
     and gets them all. An episode's random numbers are a function of (key, its place, turn), whichever process
     runs it."""
-    share = -(-len(prompts) // accelerator.num_processes)
-    mine = range(len(prompts))[accelerator.process_index * share : (accelerator.process_index + 1) * share]
+    mine = own_share(accelerator, len(prompts))
     completions = [begin(args, tokenizer, environment, prompts[i], (*key, i // group)) for i in mine]
     playing = dict(zip(mine, completions, strict=True))
     for turn in range(args.max_tool_calling_iterations + 1):
         with accelerator.autocast():
-            sampled = draw(
+            sampled = sampler.sample(
                 [c.prompt["prompt_ids"] + c.ids for c in playing.values()],
                 [(*key, i, turn) for i in playing],
                 max_new_tokens=[args.max_completion_length - len(c.ids) for c in playing.values()],
@@ -476,19 +481,18 @@ def main(args: Args) -> None:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
     unwrapped = accelerator.unwrap_model(model)
-    how = dict(
+    sampler = load_sampler(  # the model itself, or vLLM servers that get its weights
+        args,
+        accelerator,
+        model,
+        args.rollout_server,
+        longest=rollouts.longest,
+        batch_size=args.generation_batch_size,
+        max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
-        max_new_tokens=args.max_completion_length,
     )
-    # prompts, keys -> completions
-    draw = partial(sample, unwrapped, batch_size=args.generation_batch_size, **how)
-    if args.rollout_server:  # vLLM servers draw, with the weights of each step
-        servers = RolloutServers(
-            args.rollout_server, accelerator, model, args.output_dir, rollouts.longest, **how
-        )
-        draw = servers.sample
     # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its
     # first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
@@ -497,13 +501,12 @@ def main(args: Args) -> None:
         f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}"
     )
 
-    play = partial(roll_out, args, accelerator, draw, tokenizer, rewards, environment)
+    play = partial(roll_out, args, accelerator, sampler, tokenizer, rewards, environment)
 
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run the held-out prompts at each of eval_temperatures: means, and the episodes."""
         means, samples = {}, []
-        if args.rollout_server:
-            servers.sync(run.step)
+        sampler.sync(run.step)  # vLLM servers get these weights
         for temperature in args.eval_temperatures if eval_prompts else ():
             completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
             scores = {reward.name: [c.rewards[f] for c in completions] for f, reward in enumerate(rewards)}
@@ -562,8 +565,7 @@ def main(args: Args) -> None:
 
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
-            if args.rollout_server:
-                servers.sync(step)
+            sampler.sync(step)  # vLLM servers get these weights
             completions = play(
                 rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature
             )
@@ -585,8 +587,8 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         # out of memory: from the start, in smaller micro-batches, on all processes
         run.retry_smaller(gradients, window)
-        if args.rollout_server and step % rollouts.updates_per_rollout == 0:
-            servers.check(run.metrics)  # fails if they have other weights
+        if step % rollouts.updates_per_rollout == 0:
+            sampler.check(run.metrics)  # fails if servers sample with other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

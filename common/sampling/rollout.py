@@ -52,7 +52,6 @@ class RolloutSchedule:
         self._largest_micro_batch = [self.longest] * batch_size
         self._num_generations = num_generations
         self._max_completion_length = max_completion_length
-        self._accelerator = accelerator
 
     def __len__(self) -> int:
         return self._steps
@@ -64,12 +63,6 @@ class RolloutSchedule:
         for position in range(rollout * self.num_prompts, (rollout + 1) * self.num_prompts):
             prompts += [self.train.at(position)] * self._num_generations
         return prompts
-
-    def mine(self) -> range:
-        """The indices of the completions of a rollout that this process samples."""
-        share = self.num_prompts * self._num_generations // self._accelerator.num_processes
-        first = self._accelerator.process_index * share
-        return range(first, first + share)
 
     def plan(self) -> dict[str, Any]:
         """Like Windows.plan, with prompts as examples."""

@@ -54,7 +54,7 @@ def test_a_step_of_grpo_ahead_is_that_of_the_formula(name, launch, tmp_path, mod
         ]
 
     if settings.off:  # as another sampler's are
-        monkeypatch.setattr("experiments.train_grpo_ahead.sample", shifted)
+        monkeypatch.setattr("common.sampling.sampler.sample", shifted)
     rollouts = 2 + settings.rollout_ahead
     steps = settings.cycle * (rollouts - 1) + settings.steps_per_generation
     rows = chat_rows(("any", "flat", "any", "any"))
@@ -66,7 +66,8 @@ def test_a_step_of_grpo_ahead_is_that_of_the_formula(name, launch, tmp_path, mod
 def test_rollouts_sampled_ahead_go_back_to_their_process(rank):
     """Unless there are more, or fewer, of them now."""
     mine, everyones = range(4 * rank, 4 * rank + 4), [Sampled([i], [-1.0], True) for i in range(8)]
-    rollouts = SimpleNamespace(_begun={}, prompts=lambda _: [None] * 8, mine=lambda: mine)
+    accelerator = SimpleNamespace(num_processes=2, process_index=rank)
+    rollouts = SimpleNamespace(_begun={}, prompts=lambda _: [None] * 8, _accelerator=accelerator)
     RolloutsAhead.restore(
         rollouts, 3, json.loads(json.dumps({"sampled_ahead": {3: everyones, 4: everyones[:4]}}))
     )

@@ -184,7 +184,7 @@ def test_an_episode_ends_where_its_limits_are_and_does_not_depend_on_the_batch(
     keys = []
     with monkeypatch.context() as patch:
         kept = lambda model, prompts, k, **options: keys.extend(k) or sample(model, prompts, k, **options)  # noqa: E731
-        patch.setattr("experiments.train_tools.sample", kept)
+        patch.setattr("common.sampling.sampler.sample", kept)
         launch("tools", *words, "--max_steps", 2, output="whole")
     # no turn draws as another does
     assert keys[:16] == [(0, 0, i, 0) for i in range(16)] and len({*keys}) == len(keys) > 32
