@@ -55,8 +55,8 @@ TINY = {
     "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_mamba_heads": 2, "state_size": 8, "chunk_size": 8,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V, "rotary_dim": 8, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "conv_dim": 32, "time_step_rank": 8, "lightning_head_dim": 8, "index_head_dim": 8,
-    "index_n_heads": 16, "index_topk": 4, "o_lora_rank": 16, "block_dim": 32, "block_ff_dim": 48, "altup_num_inputs": 2,
-    "unpadded_vocab_size": V,
+    "index_n_heads": 16, "index_topk": 4, "index_block_size": 4, "index_topk_blocks": 2, "keep_window_size": WINDOW,
+    "o_lora_rank": 16, "block_dim": 32, "block_ff_dim": 48, "altup_num_inputs": 2, "unpadded_vocab_size": V,
 }  # fmt: skip
 # What else a family needs to be tiny.
 MORE: dict[str, dict[str, Any]] = {
@@ -67,6 +67,7 @@ MORE: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "dots3_note_text": {"per_layer_config": {}, "shared_experts_intermediate_size": 16},
     "falcon": {"new_decoder_architecture": False},
     "gemma3n_text": {
@@ -80,6 +81,7 @@ MORE: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "mamba2": {"n_groups": 2, "num_heads": 8},
+    "minimax_m3_vl_text": {"index_n_heads": 2, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "phimoe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": WINDOW, "num_hidden_layers": 3},
     "zamba2": {

@@ -226,10 +226,16 @@ def flat_attention(
 
     softcap: scores s become softcap · tanh(s / softcap) (Gemma 2, arXiv 2408.00118). s_aux (H,): attention
     sinks, the score of one extra key per head, whose value is 0 (GPT-OSS, arXiv 2508.10925). Raises
-    RuntimeError if the row's plan did not reach the layer: without it sequences would attend to each other.
+    RuntimeError if the row's plan did not reach the layer: without it sequences would attend to each other;
+    for keys beside the row's (DeepSeek-V4); and for an unknown tensor, which may choose keys (MiniMax-M3).
     """
     if flat_row is None or attention_mask is not None:
         raise RuntimeError("flat attention needs flat_row and no attention_mask")
+    for name, unknown in kwargs.items():
+        if isinstance(unknown, Tensor) and name != "position_ids":
+            raise RuntimeError(f"flat attention does not know the tensor {name}")
+    if key.shape[2] != query.shape[2]:
+        raise RuntimeError("flat attention needs one key for each token")
     # (T, H, Dh); x[0] has a gradient of zeros to fill
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     plain = softcap is None and s_aux is None and dropout == 0

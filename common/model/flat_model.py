@@ -197,6 +197,8 @@ class FlatModel(nn.Module):
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
         longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
+        if padding_matters(self):
+            longest_alike = 0
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             # a shared prefix has different states in each sequence
             batch, first = hybrids.written_out(batch)
@@ -338,9 +340,10 @@ def routes_tokens(lm: nn.Module) -> bool:
 
 
 def padding_matters(model: FlatModel) -> bool:
-    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA): ties among these
-    scores, which are often 0, are broken by the number of keys."""
-    return any(name.startswith("index_topk") for name in vars(model.config.get_text_config()))
+    """Whether layers attend to the best-scored keys only (DeepSeek-V3.2, GLM-MoE-DSA, Doge): ties among these
+    scores, which are often equal, are broken by the number of keys."""
+    settings = vars(model.config.get_text_config())
+    return any(name.startswith(("index_topk", "keep_window")) for name in settings)
 
 
 def is_sharded(model: nn.Module) -> bool:
