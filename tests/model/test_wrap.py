@@ -94,7 +94,7 @@ def test_completions_of_one_prompt(name):
     lm = make(name)
     model = wrap(copy.deepcopy(lm))
     rng = np.random.default_rng(0)
-    prompt = rng.integers(2, V, 33)
+    prompt = rng.integers(2, V, 12)
     completions = [np.append(prompt, rng.integers(2, V, n)) for n in (57, 3, 20, 8)]
     assert_as_alone(model, lm, [sequence(ids, len(prompt)) for ids in completions])
 
