@@ -4,6 +4,9 @@ memory.
 Rows are read in blocks. A block is a pure function of its starting cursor in each source: its rows are
 tokenised, packed and shuffled among themselves. So `stream[position]` is a function of (seed, position) like
 any other order, and a checkpoint needs only a block's cursors to resume without reading from the start.
+
+The end of a single source ends its block, so that each of its rows comes once before any comes again. Several
+sources keep their shares of a block: one that ends within it repeats there.
 """
 
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from common.data.types import Example, Row
 from common.errors import UserError, say
 import numpy as np
 
-BLOCK_ROWS = 10_000  # rows that are packed and shuffled together, over all sources
+BLOCK_ROWS = 10_000  # rows that are packed and shuffled together, over all sources, at most
 Cut = Callable[[Examples], Examples]  # packing or chunking of a block's examples
 
 
@@ -28,6 +31,7 @@ class Block(NamedTuple):
     first: int  # position of its first example
     cursors: list[Cursor | None]  # where its rows start in each source; None: at the beginning
     after: list[Cursor | None]  # where they end
+    rows: int  # how many they are
     data: Examples
     examples: Examples  # the data, packed or cut
     order: np.ndarray  # (examples,) int64
@@ -39,7 +43,8 @@ class Stream:
 
     def __init__(self, sources: list[Source], job: Job, seed: int, functions: tuple[Cut, ...] = ()):
         """job: how rows become examples. Each source has rows in a block in proportion to its weight; one
-        that ends starts again. functions: pack or cut the examples of a block."""
+        that ends starts again, in the next block if it is the only one. functions: pack or cut the examples
+        of a block."""
         self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.accounts = [Account() for _ in sources]
@@ -104,7 +109,7 @@ class Stream:
     def _forget(self) -> None:
         """Read again from the origin on."""
         self._next = self._origin  # of the next block
-        self.blocks = []  # the last two that were read
+        self.blocks = []  # the last that were read: two, or more if they are small
         self._readers = [None] * len(self.sources)  # iterators over the rows of each source
 
     def _block(self, position: int) -> Block:
@@ -112,14 +117,17 @@ class Stream:
             self._forget()
         while position >= self._next[1]:
             block = self._read(*self._next)
-            self.blocks = [*self.blocks[-1:], block]
+            self.blocks.append(block)
+            while sum(later.rows for later in self.blocks[2:]) >= BLOCK_ROWS:
+                del self.blocks[0]
             self._next = (block.number + 1, block.first + len(block.order), block.after)
         return next(block for block in reversed(self.blocks) if block.first <= position)
 
     def _read(self, number: int, first: int, cursors: list[Cursor | None]) -> Block:
-        after, files = [], []
+        after, files, num_rows = [], [], 0
         for s, cursor in enumerate(cursors):
             rows, cursor = self._rows(s, cursor)
+            num_rows += len(rows)
             chunks = encode_all(enumerate(rows), self.job, self.job.args.dataset_num_proc or 1)
             files.append(self._file(s, [encoded for _, encoded in chunks], number >= self._counted))
             after.append(cursor)
@@ -128,13 +136,15 @@ class Stream:
         for function in self.functions:
             examples = function(examples)
         examples = examples.in_pass(number, self.seed)
-        if not len(examples):
-            raise UserError(f"--dataset_streaming: no row can be used among {sum(self.quotas)} in succession")
+        is_rest = num_rows < BLOCK_ROWS and cursors[0] is not None  # of a source with blocks before
+        if not len(examples) and not is_rest:
+            raise UserError(f"--dataset_streaming: no row can be used among {num_rows} in succession")
         order = np.random.default_rng((self.seed, number)).permutation(len(examples))
-        return Block(number, first, cursors, after, data, examples, order)
+        return Block(number, first, cursors, after, num_rows, data, examples, order)
 
     def _rows(self, s: int, cursor: Cursor | None) -> tuple[list[Row], Cursor | None]:
-        """A source's rows of a block, and the cursor after them. At its end a source starts again."""
+        """A source's rows of a block, and the cursor after them. At its end a source starts again; if it is the
+        only one, with the next block."""
         rows = []
         if self._readers[s] is None:
             self._readers[s] = read_rows(self.sources[s], cursor)
@@ -144,6 +154,8 @@ class Stream:
                 rows.append(row)
             except StopIteration:
                 cursor, self._readers[s] = None, read_rows(self.sources[s])
+                if rows and len(self.sources) == 1:
+                    break
         return rows, cursor
 
     def _file(self, s: int, encoded: list[Encoded], new: bool) -> TokenFile:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 from common.args import CommonArgs
@@ -78,13 +79,16 @@ def ids(example):
 
 
 def naive(tokenizer, sources, examples, block_rows=20, seed=5):
-    """The documents of a stream whose examples are documents, worked out row by row."""
+    """The documents of a stream whose examples are documents, worked out row by row. The end of a single source
+    ends its block."""
     quotas = shares([s.weight or 1.0 for s in sources], block_rows)
     rows = [[row for row, _ in read_rows(s)] for s in sources]
     found, block, given = [], 0, [0] * len(sources)
     while len(found) < examples:
         texts = []
         for s, quota in enumerate(quotas):
+            if len(sources) == 1:
+                quota = min(quota, len(rows[s]) - given[s] % len(rows[s]))
             for _ in range(quota):
                 columns = rows[s][given[s] % len(rows[s])]  # round and round
                 given[s] += 1
@@ -123,7 +127,42 @@ def test_a_stream_is_shuffled_blocks_of_all_sources(
     assert [ids(found[p]) for p in range(200)] == wanted
     assert [found.size(p) for p in range(190, 200)] == [len(example[0]) for example in wanted[190:]]
     blocks = found.blocks[-1].number + 1
-    assert [row["rows"] for row in found.data.facts()] == [blocks * share for share in shares]
+    if len(rows) == 1:
+        passes, more = divmod(blocks, math.ceil(rows[0] / size))
+        read = [passes * rows[0] + more * size]
+    else:
+        read = [blocks * share for share in shares]
+    assert [row["rows"] for row in found.data.facts()] == read
+
+
+@pytest.mark.parametrize("size", [1000, 24, 20])
+def test_each_row_comes_once_in_a_pass(tmp_path, tokenizer, block_rows, size):
+    """Of a source that is smaller or larger than a block, and not a multiple of it."""
+    block_rows(size)
+    texts = [f"text {i}" for i in range(24)]
+    small = source(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    rows = sorted(tokenize_documents([text], tokenizer)[0].tolist() for text in texts)
+    found = stream(tokenizer, small)
+    passes = [[ids(found[p])[0] for p in range(first, first + 24)] for first in (0, 24, 48)]
+    for one in passes:
+        assert sorted(one) == rows
+    assert passes[0] != passes[1] != passes[2]
+
+    found = stream(tokenizer, small, arrange=packed)
+    sequences, position = [], 0
+    while len(sequences) < 24:
+        sequences += ids(found[position])
+        position += 1
+    assert sorted(sequences) == rows
+
+
+@pytest.mark.parametrize("arrange", [as_they_are, packed, wrapped])
+def test_a_block_at_the_end_of_a_source_may_be_empty(tmp_path, tokenizer, block_rows, arrange):
+    """The last of 18 rows cannot be used."""
+    block_rows(17)
+    found = stream(tokenizer, numbered(tmp_path / "a.jsonl", 18), arrange=arrange)
+    assert all(found[p] for p in range(60))
+    assert found.blocks[-1].number > 3
 
 
 # --- to go on -----------------------------------------------------------------------------------------------
@@ -199,18 +238,35 @@ def test_a_stream_holds_two_blocks(tmp_path, tokenizer, monkeypatch):
     assert number > 10
 
 
+def test_small_blocks_are_kept_as_long_as_a_large_one(tmp_path, tokenizer, monkeypatch, block_rows):
+    """A window may span many of them, and is read more than once."""
+    block_rows(240)
+    read = []
+    monkeypatch.setattr(
+        streams, "read_rows", lambda *args: (read.append(1) or found for found in read_rows(*args))
+    )
+    found = stream(tokenizer, source(tmp_path / "a.jsonl", [{"text": f"text {i}"} for i in range(24)]))
+    for _ in range(2):
+        for p in range(240):
+            found[p]
+        assert len(read) == 240
+    for p in range(2400):
+        found[p]
+    assert sum(block.rows for block in found.blocks) < 3 * 240
+
+
 # --- rows that are left out ---------------------------------------------------------------------------------
 
 
 def test_rows_left_out_of_a_stream_are_counted(tmp_path, tokenizer, capsys):
-    a = numbered(tmp_path / "a.jsonl", 50)
+    a = numbered(tmp_path / "a.jsonl", 60)
     found = stream(tokenizer, a)
     found[100]
     assert capsys.readouterr().out == f"data: rows of a left out: a bad row (first: {a.path}:4)\n"
     rows = 20 * (found.blocks[-1].number + 1)
     facts = found.data.facts()[0]
     assert facts["rows"] == rows and facts["dropped"]["a bad row"]["count"] == sum(
-        i % 50 % 7 == 3 for i in range(rows)
+        i % 60 % 7 == 3 for i in range(rows)
     )
 
 
@@ -219,7 +275,7 @@ def test_a_stream_needs_one_usable_source(tmp_path, tokenizer):
         source(tmp_path / "a.jsonl", [{"text": "", "bad": True}] * 9),
         numbered(tmp_path / "b.jsonl", 3),
     )
-    with pytest.raises(UserError, match="--dataset_streaming: no row can be used among 20 in succession"):
+    with pytest.raises(UserError, match="--dataset_streaming: no row can be used among 9 in succession"):
         stream(tokenizer, bad)[0]
     for arrange in (as_they_are, packed, wrapped):
         found = stream(tokenizer, bad, good, arrange=arrange)
