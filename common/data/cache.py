@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 
 def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Examples:
-    """All rows of the sources as examples, from the cache where available. Called on every process."""
+    """All rows of the sources as examples, from the cache where available. Called on every process. Raises
+    UserError for files that are no longer as they were written."""
     files = []
     for source in sources:
         name = f"{source.label}-{digest([job.key, job.column, identity(source)])}"
@@ -50,6 +51,9 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
             partial(_fits, job.args),
         )
         files.append(_open(folder))
+        facts = files[-1].facts
+        if accelerator.is_main_process and _digest(folder, len(facts["arrays"])) != facts["digest"]:
+            raise UserError(f"{folder}: its files have changed: delete it, and its rows are tokenised again")
         Account(files[-1].facts).say(f"rows of {source.label}")
     return Examples(files, sources)
 
@@ -82,8 +86,13 @@ def _build(source: Source, job: Job, folder: Path) -> None:
     facts |= account.facts() | {"layout": layout, "arrays": [*kinds.values()]}
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
     facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
-    facts["digest"] = digest([file_hash(folder / f"{number}.bin") for number in kinds])
+    facts["digest"] = _digest(folder, len(kinds))
     (folder / "facts.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
+
+
+def _digest(folder: Path, num_arrays: int) -> str:
+    """A hash of the arrays in a folder."""
+    return digest([file_hash(folder / f"{number}.bin") for number in range(num_arrays)])
 
 
 def _open(folder: Path) -> TokenFile:

@@ -18,7 +18,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
-from common.args import CommonArgs
+from common.args import CommonArgs, save_args
 from common.data.types import Tokenizer
 from common.errors import UserError, say
 from common.files import flush, write_manifest, writing
@@ -88,8 +88,9 @@ def save_checkpoint(
     @writing(output_dir)
     def complete() -> None:
         (temporary / "trainer_state.json").write_text(json.dumps({"step": step, **state}))
-        for name in ("args.yaml", "inputs.json"):
-            shutil.copyfile(output_dir / name, temporary / name)
+        save_args(args, temporary / "args.yaml")
+        if (output_dir / "inputs.json").exists():  # not if somebody has deleted it since the start
+            shutil.copyfile(output_dir / "inputs.json", temporary / "inputs.json")
         write_manifest(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.rename(temporary, final)
@@ -153,7 +154,7 @@ def export(
             shutil.copyfile(best / EXTRA, temporary / EXTRA)
         for file in temporary.rglob("*"):
             if file.is_file():
-                shutil.copymode(output_dir / "args.yaml", file)  # safetensors' files are the owner's alone
+                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors' files are the owner's alone
             flush(file)
         files = list(temporary.iterdir())
         for file in files:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 MOST_BAD = 3  # steps in a row, after which the run ends
+MOST_KEPT = 100  # steps whose batches are kept
 MOST_STILL = 5  # steps in a row with a gradient of 0, after which a line says so
 
 
@@ -52,11 +53,15 @@ class NonFinite:
         what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}"
         metrics.event("bad", step + 1, what)
         file = f"bad_batches/step-{step + 1}.jsonl"
-        (metrics.output_dir / file).unlink(missing_ok=True)  # of the same step before the run was resumed
-        metrics.append(file, self._rows(window))
+        kept = f"its batch is in {metrics.output_dir / file}"
+        if len(metrics.bad_steps) <= MOST_KEPT:
+            (metrics.output_dir / file).unlink(missing_ok=True)  # of the same step before the run was resumed
+            metrics.append(file, self._rows(window))
+        else:
+            kept = f"its batch is not kept, as those of {MOST_KEPT} steps are"
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - MOST_BAD, step + 2))
         if in_a_row < MOST_BAD:
-            say(f"step {step + 1}: {what}; its batch is in {metrics.output_dir / file}")
+            say(f"step {step + 1}: {what}; {kept}")
             return
         raise UserError(
             f"step {step + 1}: {what}, {in_a_row} in a row; the batches are in {metrics.output_dir}/bad_batches; "

@@ -443,6 +443,19 @@ def test_a_damaged_file_is_noticed(tmp_path, name, damage):
     assert as_lists(prepare(tmp_path, rows, encode=chats)) == first and len(folders(tmp_path)) == 2
 
 
+@pytest.mark.parametrize("name", ["0.bin", "5.bin"])
+def test_a_flipped_bit_is_noticed(tmp_path, name):
+    """The number of a length or a token, which would be trained on."""
+    rows = source(tmp_path / "a.jsonl", CHATS)
+    prepare(tmp_path, rows, encode=chats)
+    (folder,) = folders(tmp_path)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(UserError) as caught:
+        prepare(tmp_path, rows, encode=chats)
+    assert line(caught).startswith(f"{folder}: its files have changed")
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     rows = numbered(tmp_path / "a.jsonl", 3)
     (tmp_path / "cache").touch()

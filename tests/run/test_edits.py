@@ -215,6 +215,16 @@ def test_what_a_run_leaves_is_readable_as_the_umask_says(launch):
     }
 
 
+def test_a_run_whose_settings_are_deleted_keeps_its_weights(script, launch):
+    """args.yaml is written at the start; later saves do not need it."""
+    delete = "            pathlib.Path(args.output_dir, 'args.yaml').unlink(missing_ok=True)\n"
+    script((STEP, "            import pathlib\n" + delete + STEP))
+    output = launch("sft", *SFT, "--max_steps", "2", "--save_steps", "1")
+    assert not (output / "args.yaml").exists()
+    assert (output / "model.safetensors").exists()
+    assert (output / "checkpoint-2" / "args.yaml").exists()
+
+
 # --- two processes ------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,11 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.model import FlatModel
+from common.run import nonfinite
 from common.run.folder import checkpoints
 from common.run.metrics import Metrics, short
 from common.run.nonfinite import NonFinite
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 import torch
@@ -62,6 +64,21 @@ def test_fp16_whose_scale_never_recovers_ends_the_run(tmp_path):
     with pytest.raises(UserError, match="step 20: .*3 in a row"):
         for step in range(25):
             assert watch.check(torch.tensor(math.inf), step, SimpleNamespace(examples=[], origins=None))
+
+
+def test_the_batches_of_so_many_steps_are_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(nonfinite, "MOST_KEPT", 2)
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    watch = NonFinite(metrics, SimpleNamespace(decode=str))
+    sequence = {"input_ids": np.arange(3), "loss_mask": np.ones(3)}
+    for step in (0, 2, 4, 6):
+        assert not watch.check(
+            torch.tensor(math.nan), step, SimpleNamespace(examples=[[sequence]], origins=None)
+        )
+    kept = sorted(path.name for path in (tmp_path / "bad_batches").iterdir())
+    assert kept == ["step-1.jsonl", "step-3.jsonl"]
+    lines = capsys.readouterr().out.splitlines()
+    assert "step-3.jsonl" in lines[1] and "not kept" in lines[2] and "not kept" in lines[3]
 
 
 @pytest.mark.parametrize(
