@@ -8,15 +8,18 @@ under a causal mask, no real token attends to padding on its right, so the bucke
 GPU, in half precision, PyTorch's kernel for sequences of different lengths (varlen_attn) replaces the
 buckets.
 
-Sequences with a common prefix may share it: the row holds its tokens once. Written out in full, the sequences
-of such a row have F > T tokens, and `token_map` (F,) maps each of them to its token in the row. Keys and
-values are gathered for each sequence in full; its queries are only its own tokens, the last ones, under a
-mask for the bucket.
+Sequences with a common prefix may share it: the row holds its tokens once. Laid end to end in full, the
+sequences of such a row have F > T tokens, and `token_map` (F,) gives for each of them its token in the row.
+Keys and values are gathered for each sequence in full; its queries are only its own tokens, the last ones,
+under a mask for the bucket.
+
+So an index is one of three: a token of the *row* (T), a token of the *full* sequences (F; without sharing the
+same), or a place in the *buckets*, padding included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from common.memory import HALF, capability, compute_dtype, to_device
@@ -63,19 +66,33 @@ def exclude_from_compilation() -> None:
 class FlatRow:
     """How a flat row's tokens are gathered into buckets, and their outputs put back in row order."""
 
-    lengths: np.ndarray  # (S,): lengths of the sequences written out in full
+    lengths: np.ndarray  # (S,): of the full sequences
     token_map: np.ndarray | None  # see plan_flat_row
     device: torch.device
-    shared: bool  # whether a token of the row may belong to several sequences
     is_bucket: bool  # the row itself is its only bucket: sequences of equal length, nothing shared
     cudnn_first: bool  # see plan_flat_row
-    # a varlen.Ragged: the same for a kernel that needs no buckets; None if there is none
+    # a varlen.Ragged: the plan for a kernel that needs no buckets; None if there is no such kernel
     ragged: Any = None
     buckets: list["Bucket"] | None = None  # None: not planned yet, see plan_buckets
     # (T,) int64: the place of each token of the row in the buckets' output; None: in order
     inverse: Tensor | None = None
     # filled by hybrids.py
     places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
+
+    @property
+    def shared(self) -> bool:
+        """Whether a token of the row may belong to several sequences."""
+        return self.token_map is not None
+
+    @cached_property
+    def first(self) -> np.ndarray:
+        """See first_occurrences; of a row that is shared."""
+        return first_occurrences(self.token_map)
+
+    def in_row(self, full: np.ndarray) -> Tensor:
+        """Tokens of the full sequences, as tokens of the row."""
+        index = self.token_map[full] if self.shared else full
+        return to_device(index, self.device)
 
 
 @dataclass
@@ -97,19 +114,25 @@ class Bucket:
 
         None if SDPA's own causal mask suffices, unless `always`.
         """
-        Lq, L = self.queries.shape[1], self.keys.shape[1]
+        L = self.keys.shape[1]
         if self.first is None and (window is None or L <= window) and not always:
             return None
-        if (window, dtype, sink) not in self.masks:
-            first = self.keys.new_zeros(1) if self.first is None else self.first
-            column = torch.arange(L, device=first.device)
-            query = (first[:, None] + column[:Lq])[:, None, :, None]
-            unseen = column > query
-            if window is not None:
-                unseen |= column <= query - window
-            mask = unseen.new_zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, -torch.inf)
-            self.masks[window, dtype, sink] = F.pad(mask, (1, 0)) if sink else mask
-        return self.masks[window, dtype, sink]
+        kind = window, dtype, sink
+        if kind in self.masks:
+            return self.masks[kind]
+        first = self.keys.new_zeros(1) if self.first is None else self.first
+        key = torch.arange(L, device=first.device)
+        query = first[:, None] + key[: self.queries.shape[1]]
+        query = query[:, None, :, None]
+        unseen = key > query
+        if window is not None:
+            unseen |= key <= query - window
+        mask = unseen.new_zeros(unseen.shape, dtype=dtype)
+        mask.masked_fill_(unseen, -torch.inf)
+        if sink:
+            mask = F.pad(mask, (1, 0))
+        self.masks[kind] = mask
+        return mask
 
 
 def plan_flat_row(
@@ -118,9 +141,8 @@ def plan_flat_row(
     """How sequences of the given lengths attend, each within itself. Built once per row, on the CPU, and used by
     every layer.
 
-    token_map: (F,) int64, maps each token of the sequences, end to end, to its token in the row; None:
-    nothing is shared. A sequence's own tokens are its last ones, and are in the row in the order of the
-    sequences.
+    token_map: (F,) int64, the token in the row of each token of the full sequences; None: nothing is shared.
+    A sequence's own tokens are its last ones, and are in the row in the order of the sequences.
 
     On Hopper, cuDNN's kernel is about twice as fast as the others (transformers#48163), but prepares itself for
     each new shape, up to a second long (FunASR#3704): it is for rows of equal sequences whose length recurs, as
@@ -130,47 +152,46 @@ def plan_flat_row(
     is_bucket = token_map is None and bool((lengths == lengths[0]).all())
     kind = capability(device)
     cudnn_first = kind == (9, 0) and is_bucket and lengths[0] % CUDNN_MULTIPLE == 0
-    row = FlatRow(lengths, token_map, device, token_map is not None, is_bucket, bool(cudnn_first))
+    row = FlatRow(lengths, token_map, device, is_bucket, bool(cudnn_first))
     if kind >= (8, 0):
-        own = own_tokens(lengths, None if token_map is None else first_occurrences(token_map))
         from common.model import varlen  # its kernel takes a second to import
 
-        row.ragged = varlen.plan(own, lengths, token_map, device)
+        row.ragged = varlen.plan(own_tokens(row), lengths, token_map, device)
     if row.ragged is None or is_bucket:
         plan_buckets(row)
     return row
 
 
-def own_tokens(lengths: np.ndarray, first: np.ndarray | None) -> np.ndarray:
-    """The number of each sequence's own tokens, (S,). first: `first_occurrences`, None if nothing is shared."""
-    return lengths if first is None else np.diff(np.searchsorted(first, lengths.cumsum()), prepend=0)
+def own_tokens(row: FlatRow) -> np.ndarray:
+    """The number of each sequence's own tokens, (S,)."""
+    if not row.shared:
+        return row.lengths
+    own_ends = np.searchsorted(row.first, row.lengths.cumsum())  # of each sequence, in the row
+    return np.diff(own_ends, prepend=0)
 
 
 def plan_buckets(row: FlatRow) -> None:
     """Group the sequences of a row into buckets of similar lengths."""
-    lengths, token_map, device = row.lengths, row.token_map, row.device
+    lengths = row.lengths
     ends = lengths.cumsum()
-    first = None if token_map is None else first_occurrences(token_map)
-    own = own_tokens(lengths, first)
+    own = own_tokens(row)
     num_queries = np.where(own <= MAX_OWN_TOKENS, own, lengths)
-
-    def tokens(index: np.ndarray) -> Tensor:
-        return to_device(index if token_map is None else token_map[index], device)
-
-    buckets, filled = [], 0
-    inverse = np.empty(ends[-1], np.int64)  # for all F tokens first
-    for group in similar(lengths, num_queries):
-        queries = last_tokens(num_queries[group], ends[group])
-        real = np.arange(queries.shape[1]) < num_queries[group, None]
-        inverse[queries[real]] = filled + np.flatnonzero(real)
-        filled += queries.size
-        keys, before = tokens(last_tokens(lengths[group], ends[group])), lengths[group] - num_queries[group]
-        buckets.append(
-            Bucket(keys, tokens(queries), to_device(before, device)) if before.any() else Bucket(keys, keys)
-        )
-    inverse = inverse if first is None else inverse[first]
-    in_order = filled == len(inverse) and bool((inverse == np.arange(filled)).all())
-    row.buckets, row.inverse = buckets, None if in_order else to_device(inverse, device)
+    num_before = lengths - num_queries  # tokens of each sequence before its first query
+    groups = similar(lengths, num_queries)
+    queries, places = pad_groups(groups, num_queries, ends)
+    row.buckets = []
+    for group, group_queries in zip(groups, queries, strict=True):
+        keys = row.in_row(last_tokens(group, lengths, ends))
+        bucket = Bucket(keys, keys)
+        if num_before[group].any():
+            bucket.queries = row.in_row(group_queries)
+            bucket.first = to_device(num_before[group], row.device)
+        row.buckets.append(bucket)
+    if row.shared:
+        places = places[row.first]
+    num_places = sum(group_queries.size for group_queries in queries)
+    if not np.array_equal(places, np.arange(num_places)):
+        row.inverse = to_device(places, row.device)
 
 
 def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
@@ -179,29 +200,54 @@ def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
     A sequence without queries (all its tokens belong to others as well) is in no group.
     """
     groups: list[list[int]] = []
+    group: list[int] = []  # the last one
     total = most = 0  # queries of the last group, together and at most
     order = np.lexsort((-lengths, num_queries < lengths))  # stable: equal lengths keep their order
-    order, length, queries = order[num_queries[order] > 0].tolist(), lengths.tolist(), num_queries.tolist()
-    for s in order:
-        longest = groups[-1][0] if groups else s
-        total, most = total + queries[s], max(most, queries[s])  # with this one
+    length = lengths.tolist()
+    queries = num_queries.tolist()
+    for s in order.tolist():
+        if queries[s] == 0:
+            continue
+        longest = group[0] if group else s
+        total += queries[s]  # with this sequence
+        most = max(most, queries[s])
         is_kind = (queries[s] < length[s]) == (queries[longest] < length[longest])
-        is_similar = is_kind and length[s] >= MIN_RELATIVE_LENGTH * length[longest]
-        if groups and is_similar and total >= MIN_REAL_QUERIES * most * (len(groups[-1]) + 1):
-            groups[-1].append(s)
-        else:
-            groups.append([s])
+        is_similar = length[s] >= MIN_RELATIVE_LENGTH * length[longest]
+        is_full = total >= MIN_REAL_QUERIES * most * (len(group) + 1)
+        if not (group and is_kind and is_similar and is_full):
+            group = []
+            groups.append(group)
             total = most = queries[s]
+        group.append(s)
     return groups
 
 
-def last_tokens(counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Indices of the last `counts` tokens before `ends`, (b, max count), padded with the last one."""
-    return np.minimum((ends - counts)[:, None] + np.arange(counts.max()), ends[:, None] - 1)
+def pad_groups(
+    groups: list[list[int]], counts: np.ndarray, ends: np.ndarray
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """For each group of sequences the `last_tokens` (b, max count); and the place of each token of the full
+    sequences in these arrays, laid end to end, (F,). A token that is in none has no valid place."""
+    padded = []
+    places = np.empty(ends[-1], np.int64)
+    start = 0  # of the group's array
+    for group in groups:
+        tokens = last_tokens(group, counts, ends)
+        is_real = np.arange(tokens.shape[1]) < counts[group, None]
+        places[tokens[is_real]] = start + np.flatnonzero(is_real)
+        start += tokens.size
+        padded.append(tokens)
+    return padded, places
+
+
+def last_tokens(group: Sequence[int], counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """The last `counts` tokens of each sequence of a group, as tokens of the full sequences, (b, max count).
+    Padding repeats a sequence's last token. counts, ends (S,): of all sequences."""
+    count, end = counts[group, None], ends[group, None]
+    return np.minimum(end - count + np.arange(count.max()), end - 1)
 
 
 def first_occurrences(token_map: np.ndarray) -> np.ndarray:
-    """For each token of the row, its first place among the sequences written out end to end: (F,) -> (T,)."""
+    """For each token of the row, its first place among the full sequences: (F,) -> (T,)."""
     first = np.empty(token_map.max() + 1, np.int64)
     first[token_map[::-1]] = np.arange(len(token_map))[::-1]  # the last write wins
     return first
@@ -236,13 +282,16 @@ def flat_attention(
             raise RuntimeError(f"flat attention does not know the tensor {name}")
     if key.shape[2] != query.shape[2]:
         raise RuntimeError("flat attention needs one key for each token")
-    # (T, H, Dh); x[0] has a gradient of zeros to fill
+    # (T, H, Dh); squeeze, because the gradient of x[0] would be written into a tensor of zeros
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     plain = softcap is None and s_aux is None and dropout == 0
     cudnn_first = flat_row.cudnn_first and plain and sliding_window is None
-    dtype = flat_row.ragged.dtype(q) if flat_row.ragged is not None and plain and not cudnn_first else None
-    if dtype is not None:
-        return flat_row.ragged.attend(*(x.to(dtype) for x in (q, k, v)), scaling, sliding_window)[None], None
+    ragged = flat_row.ragged
+    if ragged is not None and plain and not cudnn_first:
+        dtype = ragged.dtype(q)
+        if dtype is not None:
+            out = ragged.attend(q.to(dtype), k.to(dtype), v.to(dtype), scaling, sliding_window)
+            return out[None], None
     settings = {
         "scale": scaling,
         "dropout": dropout,
@@ -250,22 +299,28 @@ def flat_attention(
         "softcap": softcap,
         "sinks": s_aux,
     }
-    if cudnn_first:
+    if not flat_row.is_bucket:
+        out = _bucket_attention(q, k, v, flat_row, settings)
+    elif cudnn_first:
         with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-            return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
-    if flat_row.is_bucket:
-        return _sdpa(q, k, v, flat_row.buckets[0], **settings)[None], None
-    return _bucket_attention(q, k, v, flat_row, settings)[None], None
+            out = _sdpa(q, k, v, flat_row.buckets[0], **settings)
+    else:
+        out = _sdpa(q, k, v, flat_row.buckets[0], **settings)
+    return out[None], None
 
 
 def _bucket_attention(q: Tensor, k: Tensor, v: Tensor, row: FlatRow, settings: dict[str, Any]) -> Tensor:
     """(T, H, Dh), (T, Hkv, Dh) twice -> (T, H, Dh), bucket by bucket."""
     if row.buckets is None:  # the varlen kernel does not take these queries
         plan_buckets(row)
-    queries, keys = [bucket.queries for bucket in row.buckets], [bucket.keys for bucket in row.buckets]
-    gathered = [Gather.apply(q, queries, row.inverse, False)]
-    gathered += [Gather.apply(x, keys, row.inverse, row.shared) for x in (k, v)]
-    outputs = [_sdpa(*rows, bucket, **settings) for bucket, *rows in zip(row.buckets, *gathered, strict=True)]
+    queries = [bucket.queries for bucket in row.buckets]
+    keys = [bucket.keys for bucket in row.buckets]
+    qs = Gather.apply(q, queries, row.inverse, False)
+    ks = Gather.apply(k, keys, row.inverse, row.shared)
+    vs = Gather.apply(v, keys, row.inverse, row.shared)
+    outputs = []
+    for *padded, bucket in zip(qs, ks, vs, row.buckets, strict=True):
+        outputs.append(_sdpa(*padded, bucket, **settings))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out if row.inverse is None else out.index_select(0, row.inverse)
 
@@ -283,34 +338,49 @@ def _sdpa(
     sinks: Tensor | None,
 ) -> Tensor:
     """SDPA on the sequences of a bucket: (b Lq, H, Dh), (b L, Hkv, Dh) twice -> (b Lq, H, Dh)."""
-    b, T, H, Dv, sink = len(bucket.keys), *q.shape[:2], v.shape[-1], sinks is not None
+    b = len(bucket.keys)
+    rows, H = q.shape[:2]
+    Dv = v.shape[-1]
     q, k, v = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
+    sink = sinks is not None
     if sink:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = _with_sink(q, k, v, sinks / scale)
     mask = bucket.mask(window, v.dtype, sink=sink)
-    if H != k.shape[1] and not _kernel_knows_groups(q, masked=mask is not None):
-        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
-    attend = partial(
-        F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=H != k.shape[1]
-    )
-    if softcap is not None:
+    g = H // k.shape[1]  # query heads of a key head
+    if g > 1 and not _kernel_knows_groups(q, masked=mask is not None):
+        k = k.repeat_interleave(g, 1)
+        v = v.repeat_interleave(g, 1)
+        g = 1
+    if softcap is None:
+        attend = partial(F.scaled_dot_product_attention, dropout_p=dropout, scale=scale, enable_gqa=g > 1)
+    else:
         attend = partial(_capped_attention, softcap=softcap, dropout=dropout, scale=scale)
     if mask is None and (_strips_pay(q) or softcap is not None):
         mask = bucket.mask(window, v.dtype, always=True, sink=sink)
-        L, size, outputs = q.shape[2], _strip_size(q), []
-        for start in range(0, L, size):
-            own, seen = slice(start, start + size), slice(min(start + size, L) + sink)
-            outputs.append(
-                attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen]).transpose(1, 2)
-            )
-        out = torch.cat(outputs, 1)
-    # the sink is the first key: with a query of its own, the mask is an ordinary causal one
+        out = _in_strips(attend, q, k, v, mask)
     elif mask is None and sink:
-        out = attend(F.pad(q, (0, 0, 1, 0)), k, v, is_causal=True).transpose(1, 2)[:, 1:]
+        # the sink is the first key: with a query of its own, the mask is an ordinary causal one
+        q = F.pad(q, (0, 0, 1, 0))
+        out = attend(q, k, v, is_causal=True).transpose(1, 2)[:, 1:]
     else:
         out = attend(q, k, v, mask, is_causal=mask is None).transpose(1, 2)
-    return out[..., :Dv].reshape(T, H, -1)
+    return out[..., :Dv].reshape(rows, H, -1)
+
+
+def _in_strips(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of (b, H, L, Dh), a strip of queries at a time, each with the keys up to its end ->
+    (b, L, H, Dh). There may be keys before the first query's own: a sink."""
+    L = q.shape[2]
+    before = k.shape[2] - L
+    size = _strip_size(q)
+    outputs = []
+    for start in range(0, L, size):
+        own = slice(start, start + size)
+        seen = slice(before + min(start + size, L))
+        out = attend(q[:, :, own], k[:, :, seen], v[:, :, seen], mask[:, :, own, seen])
+        outputs.append(out.transpose(1, 2))
+    return torch.cat(outputs, 1)
 
 
 def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
@@ -321,7 +391,8 @@ def _kernel_knows_groups(q: Tensor, masked: bool) -> bool:
     """
     if q.device.type != "cuda":
         return True
-    return not masked and compute_dtype(q) in HALF and q.shape[-1] <= 256 and capability(q.device) >= (8, 0)
+    has_flash = compute_dtype(q) in HALF and q.shape[-1] <= 256 and capability(q.device) >= (8, 0)
+    return has_flash and not masked
 
 
 def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -333,7 +404,8 @@ def _with_sink(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, 
     D = q.shape[-1]
     score = sinks.to(q.dtype).view(1, -1, 1, 1).expand(*q.shape[:3], 1)
     q = torch.cat([q, score, q.new_zeros(*q.shape[:3], 7)], -1)
-    k, v = F.pad(k, (0, 8, 1, 0)), F.pad(v, (0, 8, 1, 0))
+    k = F.pad(k, (0, 8, 1, 0))
+    v = F.pad(v, (0, 8, 1, 0))
     k[:, :, 0, D] = 1
     return q, k, v
 
@@ -353,9 +425,12 @@ def _capped_attention(
     in full."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     g = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(g, 1) if g > 1 else x for x in (k, v))
+    if g > 1:
+        k = k.repeat_interleave(g, 1)
+        v = v.repeat_interleave(g, 1)
     scores = torch.tanh((q * (scale / softcap)) @ k.transpose(-1, -2)) * softcap
-    weights = (scores + mask).softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    exact = torch.promote_types(scores.dtype, torch.float32)
+    weights = (scores + mask).softmax(-1, dtype=exact).to(v.dtype)
     return F.dropout(weights, dropout) @ v
 
 
@@ -364,8 +439,10 @@ def _strips_pay(q: Tensor) -> bool:
 
     The CPU kernel skips masked keys only in blocks of 512, which saves nothing for shorter sequences.
     """
-    plain = q.device.type == "cpu" and q.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    return plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    is_plain = q.device.type == "cpu" and q.dtype == torch.float32
+    return is_plain and 2 * STRIP <= q.shape[2] <= LONGEST_IN_STRIPS
 
 
 def _strip_size(q: Tensor) -> int:
@@ -390,7 +467,10 @@ class Gather(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """buckets: the token at each place. inverse (T,): the place of each token. several: a token may have
         more than one."""
-        ctx.buckets, ctx.inverse, ctx.several, ctx.T = buckets, inverse, several, len(x)
+        ctx.buckets = buckets
+        ctx.inverse = inverse
+        ctx.several = several
+        ctx.T = len(x)
         return tuple(x.index_select(0, index.view(-1)) for index in buckets)
 
     @staticmethod

@@ -196,12 +196,12 @@ class FlatModel(nn.Module):
         if watched:
             options["output_router_logits"] = True
         previous, first = batch.get("previous"), None
-        longest_alike = self.hybrid.longest_alike if self.hybrid else math.inf
+        longest_alike = self.hybrid.max_unscaled_length if self.hybrid else math.inf
         if padding_matters(self):
             longest_alike = 0
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             # a shared prefix has different states in each sequence
-            batch, first = hybrids.written_out(batch)
+            batch, first = hybrids.unshared(batch)
             previous = None if previous is None else first[batch["targets"]] - 1
         listening = self.experts.listening() if watched else contextlib.nullcontext([])
         with listening as chosen:

@@ -5,16 +5,16 @@ A mixer (linear attention, short convolution, state-space model) carries a state
 one sequence of a flat row into the next. While a model is called on a flat row (`calling`), each mixer
 receives the row as right-padded batches of its sequences, and the outputs are gathered back: padding after a
 sequence changes nothing in it. Attention, norms and MLPs of the same model work on the flat row. A prefix
-that sequences share is written out for each of them, and the row gets back the first one's output, which is
-the same in all.
+that sequences share is repeated for each of them, and the row gets back the output for the first one, which
+is the same in all.
 
 Two kinds of RoPE depend on the largest position of a call. "longrope" (Ding et al. 2024, arXiv 2402.13753)
 has two sets of frequencies, up to the original length and beyond it; "dynamic" (NTK-aware scaling) has
 another set for each length beyond it. So the longest sequence of a row, or a batch, would change its
-neighbours, and with "dynamic" also later calls. Here each sequence gets the frequencies of its own length.
+neighbours, and with "dynamic" also later calls. Here each sequence gets the frequencies for its own length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import inspect
 import math
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 from common.collators import Batch
 from common.memory import to_device
-from common.model.attention import FlatRow, Gather, first_occurrences, last_tokens, similar
-import numpy as np
+from common.model.attention import FlatRow, Gather, first_occurrences, pad_groups, similar
 import torch
 from torch import Tensor, nn
 
-# Cache methods of transformers in the code of layers that carry a state along a sequence; and of MiniMax's
-# own cache, with the attribute in which RecurrentGemma's modules keep a state.
-KEEPS_STATE, OWN_CACHE = {"update_conv_state", "update_recurrent_state"}, {"set_linear_cache", "conv1d_state"}
+# Methods of transformers' cache, called by layers that carry a state along a sequence.
+KEEPS_STATE = {"update_conv_state", "update_recurrent_state"}
+# A method of MiniMax's own cache, and the attribute in which RecurrentGemma's modules keep a state.
+OWN_CACHE = {"set_linear_cache", "conv1d_state"}
 
 
 class Call(NamedTuple):
@@ -40,8 +40,8 @@ class Call(NamedTuple):
     row: FlatRow | None  # None: they are the rows of a padded batch
 
 
-# the current one; not an argument, because some models pass none on to their layers
-_call: Call | None = None
+# A global, because some models do not pass arguments on to their layers.
+_current_call: Call | None = None
 
 
 class Hybrid:
@@ -49,62 +49,68 @@ class Hybrid:
 
     def __init__(self, lm: nn.Module):
         self.mixers = recurrent_mixers(lm)
-        self.rotaries = [module for module in lm.modules() if _follows_length(module)]
-        for modules, forward in ((self.mixers, _mixer_forward), (self.rotaries, _rotary_forward)):
-            for module in modules:
-                if not hasattr(module, "own_forward"):
-                    module.own_forward, module.forward = module.forward, MethodType(forward, module)
+        self.rotaries = scaled_rotaries(lm)
+        for module in self.mixers:
+            _replace_forward(module, _mixer_forward)
+        for module in self.rotaries:
+            _replace_forward(module, _rotary_forward)
 
     @property
-    def longest_alike(self) -> float:
+    def max_unscaled_length(self) -> float:
         """The length up to which all sequences have the same positions."""
         return min(map(_original_length, self.rotaries), default=math.inf)
 
 
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    if not hasattr(module, "own_forward"):
+        module.own_forward = module.forward
+        module.forward = MethodType(forward, module)
+
+
 def names_in_code(cls: type) -> set[str]:
     """The names of attributes and globals in the code of a class."""
-    functions = [inspect.unwrap(f) for f in vars(cls).values() if inspect.isfunction(f)]
-    return {name for f in functions for name in f.__code__.co_names}
+    names: set[str] = set()
+    for value in vars(cls).values():
+        if inspect.isfunction(value):
+            names.update(inspect.unwrap(value).__code__.co_names)
+    return names
 
 
 def is_hybrid(lm: nn.Module) -> bool:
     """Whether a layer carries a state along its input, or the positions depend on its length."""
-    if any(
-        names_in_code(cls) & (KEEPS_STATE | OWN_CACHE) for cls in {type(module) for module in lm.modules()}
-    ):
-        return True
-    kinds = [str(getattr(module, "rope_type", "")) for module in lm.modules()]
-    return any("dynamic" in kind or "longrope" in kind for kind in kinds)
+    return bool(recurrent_mixers(lm) or scaled_rotaries(lm))
 
 
 @contextlib.contextmanager
 def calling(call: Call | None) -> Iterator[None]:
     """Context of a model's call."""
-    global _call
-    before, _call = _call, call
+    global _current_call
+    before = _current_call
+    _current_call = call
     try:
         yield
     finally:
-        _call = before
+        _current_call = before
 
 
-def written_out(batch: Batch) -> tuple[Batch, Tensor]:
+def unshared(batch: Batch) -> tuple[Batch, Tensor]:
     """The flat row without sharing, of length F = sum of its lengths, and the first place of each of the T
     tokens in it."""
-    ids, token_map = batch["input_ids"], batch["token_map"]
-    positions = torch.cat([torch.arange(n) for n in batch["lengths"]]).to(ids.device)
-    whole = {
+    ids = batch["input_ids"]
+    token_map = batch["token_map"]
+    positions = torch.cat([torch.arange(n) for n in batch["lengths"]])
+    fields = {
         "input_ids": ids[:, to_device(token_map, ids.device)],
-        "position_ids": positions[None],
+        "position_ids": positions.to(ids.device)[None],
         "token_map": None,
     }
-    return batch | whole, to_device(first_occurrences(token_map), ids.device)
+    return batch | fields, to_device(first_occurrences(token_map), ids.device)
 
 
 def recompute_contexts() -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
     """For `context_fn` of torch.utils.checkpoint: a block recomputed in the backward pass uses its own row,
     not the one called last."""
-    return contextlib.nullcontext(), calling(_call)
+    return contextlib.nullcontext(), calling(_current_call)
 
 
 def exclude_from_compilation() -> None:
@@ -118,12 +124,15 @@ def exclude_from_compilation() -> None:
 
 def recurrent_mixers(lm: nn.Module) -> list[nn.Module]:
     """The modules that carry a state along a sequence, recognised by code that stores it in a cache."""
-    mixers = {
-        cls
-        for cls in {type(module) for module in lm.modules()}
-        if names_in_code(cls) & (KEEPS_STATE | OWN_CACHE)
-    }
-    return [module for module in lm.modules() if type(module) in mixers]
+    has_state: dict[type, bool] = {}
+    mixers = []
+    for module in lm.modules():
+        cls = type(module)
+        if cls not in has_state:
+            has_state[cls] = bool(names_in_code(cls) & (KEEPS_STATE | OWN_CACHE))
+        if has_state[cls]:
+            mixers.append(module)
+    return mixers
 
 
 def _mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -133,11 +142,12 @@ def _mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _batch_by_batch(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The mixer's output for the row, computed batch by batch."""
-    if _call is None or _call.row is None:
+    if _current_call is None or _current_call.row is None:
         return mixer.own_forward(*args, **kwargs)
-    row, sharded = _call.row, any(hasattr(p, "ds_id") for p in mixer.parameters())
+    row = _current_call.row
     # ZeRO-3 needs the same number of calls on all processes
-    batches, inverse = _places(row, together=sharded)
+    together = any(hasattr(p, "ds_id") for p in mixer.parameters())
+    batches, inverse = _places(row, together)
     T = len(inverse)
 
     def split(x: Any) -> list[Any]:
@@ -152,15 +162,18 @@ def _batch_by_batch(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
     def join(parts: tuple[Any, ...]) -> Any:
         """(b, L, ...) of each batch -> (1, T, ...)."""
-        if isinstance(parts[0], tuple):
+        first = parts[0]
+        if isinstance(first, tuple):
             return tuple(map(join, zip(*parts, strict=True)))
-        if not isinstance(parts[0], Tensor) or parts[0].shape[:2] != batches[0].shape:
+        if not isinstance(first, Tensor) or first.shape[:2] != batches[0].shape:
             return None  # a state or weights, meaningless for a row
         out = [part.flatten(0, 1) for part in parts]
-        return (out[0] if len(out) == 1 else torch.cat(out)).index_select(0, inverse)[None]
+        joined = out[0] if len(out) == 1 else torch.cat(out)
+        return joined.index_select(0, inverse)[None]
 
     outputs = []
-    for own in zip(*(split(x) for x in (*args, *kwargs.values())), strict=True):
+    arguments = map(split, (*args, *kwargs.values()))
+    for own in zip(*arguments, strict=True):  # the arguments for one batch
         named = dict(zip(kwargs, own[len(args) :], strict=True))
         outputs.append(mixer.own_forward(*own[: len(args)], **named))
     return join(tuple(outputs))
@@ -172,19 +185,15 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
 
     together: use a single batch. Built once per row, on the CPU, and used by every layer.
     """
-    if together not in row.places:
-        lengths, device = row.lengths, row.device
-        ends, batches, filled = lengths.cumsum(), [], 0
-        inverse = np.empty(ends[-1], np.int64)
-        for group in [np.arange(len(lengths))] if together else similar(lengths, lengths):
-            index = last_tokens(lengths[group], ends[group])
-            real = np.arange(index.shape[1]) < lengths[group, None]
-            inverse[index[real]] = filled + np.flatnonzero(real)
-            filled += index.size
-            batches.append(to_device(index if row.token_map is None else row.token_map[index], device))
-        if row.token_map is not None:
-            inverse = inverse[first_occurrences(row.token_map)]
-        row.places[together] = batches, to_device(inverse, device)
+    if together in row.places:
+        return row.places[together]
+    lengths = row.lengths
+    groups = [[*range(len(lengths))]] if together else similar(lengths, lengths)
+    padded, inverse = pad_groups(groups, lengths, lengths.cumsum())
+    if row.shared:
+        inverse = inverse[row.first]
+    batches = [row.in_row(tokens) for tokens in padded]
+    row.places[together] = batches, to_device(inverse, row.device)
     return row.places[together]
 
 
@@ -197,11 +206,19 @@ def _kinds(module: nn.Module) -> dict[str, str]:
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {"": kinds}
-    return {f"{layer_type}_": kind for layer_type, kind in kinds.items()} if isinstance(kinds, dict) else {}
+    if isinstance(kinds, dict):
+        return {f"{layer_type}_": kind for layer_type, kind in kinds.items()}
+    return {}
 
 
-def _follows_length(module: nn.Module) -> bool:
-    return any("dynamic" in kind or kind == "longrope" for kind in _kinds(module).values())
+def scaled_rotaries(lm: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings whose frequencies depend on the length of their input."""
+    rotaries = []
+    for module in lm.modules():
+        kinds = _kinds(module).values()
+        if any("dynamic" in kind or kind == "longrope" for kind in kinds):
+            rotaries.append(module)
+    return rotaries
 
 
 def _original_length(module: nn.Module) -> int:
@@ -230,22 +247,27 @@ def _rotary_forward(
     batch."""
     _restart(self)
     limit = _original_length(self)
-    if _call is None or max(_call.lengths) <= limit:
+    call = _current_call
+    if call is None or max(call.lengths) <= limit:
         return self.own_forward(x, position_ids, *args, **kwargs)
-    lengths = torch.tensor(_call.lengths, device=position_ids.device)
-    if _call.row is not None:
-        own = lengths.repeat_interleave(lengths)[None]
+    lengths = torch.tensor(call.lengths, device=position_ids.device)
+    # (rows, n): the length of each token's sequence
+    if call.row is not None:
+        length = lengths.repeat_interleave(lengths)[None]
     else:
-        own = lengths[:, None].expand(-1, position_ids.shape[1])
+        length = lengths[:, None].expand(-1, position_ids.shape[1])
         # padding must not count as a longer sequence
-        position_ids = position_ids.expand_as(own).minimum(own - 1)
+        position_ids = position_ids.expand_as(length).minimum(length - 1)
+    # tokens of a group have the same frequencies
     longrope = "longrope" in _kinds(self).values()
-    group = (own > limit).long() if longrope else own.clamp(min=limit)
-    found: list[Tensor] = []
+    group = (length > limit).long() if longrope else length.clamp(min=limit)
+    embeddings: list[Tensor] = []  # cos and sin
     for value in group.unique():
         _restart(self)
-        parts = self.own_forward(x, position_ids[group == value][None], *args, **kwargs)
-        found = found or [part.new_empty(*group.shape, part.shape[-1]) for part in parts]
-        for whole, part in zip(found, parts, strict=True):
-            whole[group == value] = part[0]
-    return found[0], found[1]
+        members = group == value
+        parts = self.own_forward(x, position_ids[members][None], *args, **kwargs)
+        if not embeddings:
+            embeddings = [part.new_empty(*group.shape, part.shape[-1]) for part in parts]
+        for embedding, part in zip(embeddings, parts, strict=True):
+            embedding[members] = part[0]
+    return tuple(embeddings)

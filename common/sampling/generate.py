@@ -144,7 +144,7 @@ def way_to_sample(model: FlatModel, longest: int) -> Way:
     if not model.padded and not model.hybrid:
         return Way(partial(FlatDecoder, model.lm), CACHED)
     # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
-    if cache_name(model) is None or (model.hybrid and longest > model.hybrid.longest_alike):
+    if cache_name(model) is None or (model.hybrid and longest > model.hybrid.max_unscaled_length):
         return Way(partial(WholeDecoder, model), FLAT)
     if not model.padded and not mixers_of(model):
         return Way(partial(FlatDecoder, model.lm), CACHED)
