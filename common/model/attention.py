@@ -344,7 +344,8 @@ def _sdpa(
     q, k, v = (x.view(b, -1, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))  # (b, H, Lq or L, Dh)
     sink = sinks is not None
     if sink:
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
         q, k, v = _with_sink(q, k, v, sinks / scale)
     mask = bucket.mask(window, v.dtype, sink=sink)
     g = H // k.shape[1]  # query heads of a key head
@@ -423,7 +424,8 @@ def _capped_attention(
 ) -> Tensor:
     """(b, H, Lq, Dh), (b, Hkv, L, Dh) twice, mask (b or 1, 1, Lq, L) -> (b, H, Lq, Dh), with scores computed
     in full."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
     g = q.shape[1] // k.shape[1]
     if g > 1:
         k = k.repeat_interleave(g, 1)

@@ -1,17 +1,18 @@
 """The arithmetic of the LM head (lm_head.py), in chunks of logits: log-probabilities, and the gradient of a
 weighted sum.
 
-A row of the gradient with respect to the logits is `w · (p - onehot)`: `w` and the softmax denominator are
-folded into the (n, D) factors of the matrix products, and the chunk of logits is overwritten by `exp(logits -
-largest)`, minus the denominator at the token.
+A row of the gradient with respect to the logits is `w · (p - onehot)`. Only `exp(logits - largest)`, minus
+the softmax denominator at the token, is of size (n, V), and overwrites the chunk of logits; `w` and the
+denominator become factors of the rows in the matrix products, of size (n, D).
 
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
 
 from collections.abc import Iterator
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
-from common.memory import HALF, compute_dtype
+from common.memory import HALF
 from common.model import compiled_head
 from common.model.logit_transform import LogitTransform, apply_
 import torch
@@ -34,6 +35,9 @@ ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 # over memory.
 COMPILED_FROM = {"cpu": 2**62, "cuda": 2**14}
 
+# Of hidden (N, D), weight (V, D) and bias (V,); None where none is needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 def chunk_rows(device: torch.device, V: int) -> int:
     """The number of positions whose logits exist at once."""
@@ -55,74 +59,110 @@ def gives_float32(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> bo
     return weight.device.type == "cuda" and dtype in HALF and bias is None and aligned
 
 
+class Scoring(NamedTuple):
+    """What is computed from hidden states and a head."""
+
+    tokens: Tensor  # (N,) int64
+    transform: LogitTransform
+    rows: int  # the number of positions whose logits exist at once
+    dtype: torch.dtype  # of the matrix products
+    stats: bool = True  # whether entropy and correct are needed
+    entropy_grad: bool = False  # whether the entropy gets a gradient
+
+    @property
+    def exact(self) -> torch.dtype:
+        """Of the softmax, sums and results."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+def token_scores(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """logps, entropy and correct, (N,) each: see `log_probs`."""
+    trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or trains_head):
+        return _scores(hidden, weight, bias, scoring).unbind()
+    if scoring.entropy_grad:
+        return Recomputed.apply(hidden, weight, bias, scoring)
+    if not trains_head:
+        return FrozenHead.apply(hidden, weight, bias, scoring)
+    if 0 < len(hidden) <= scoring.rows:
+        return OneChunk.apply(hidden, weight, bias, scoring)
+    return Recomputed.apply(hidden, weight, bias, scoring)
+
+
 # --- a chunk ------------------------------------------------------------------------------------------------
 
 
 class _Chunks:
     """The head's matrix products, one chunk of logits at a time."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
-        self.dtype = dtype
-        self.exact = torch.promote_types(dtype, torch.float32)  # for the softmax, sums and results
-        self.weight, self.bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    def __init__(self, weight: Tensor, bias: Tensor | None, scoring: Scoring):
+        self.scoring = scoring
+        self.dtype = scoring.dtype
+        self.exact = scoring.exact
+        self.weight = weight.to(self.dtype)
+        self.bias = None if bias is None else bias.to(self.dtype)
         self.product = None
 
-    def logits(self, hidden: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield for each chunk its rows, hidden states (n, D) and logits (n, V); the next chunk overwrites
         the logits."""
-        rows = max(1, min(rows, len(hidden)))
-        V, multiple = self.weight.shape[0], of_device(ROW_MULTIPLE, hidden.device)
+        rows = max(1, min(self.scoring.rows, len(hidden)))
+        V = self.weight.shape[0]
         exact = hidden.new_empty(rows, V, dtype=self.exact)
         self.product = exact
         if self.dtype != self.exact:
-            self.product = hidden.new_empty(rows, -(-V // multiple) * multiple, dtype=self.dtype)[:, :V]
+            multiple = of_device(ROW_MULTIPLE, hidden.device)
+            stride = math.ceil(V / multiple) * multiple
+            self.product = hidden.new_empty(rows, stride, dtype=self.dtype)[:, :V]
+        in_float32 = gives_float32(self.weight, self.bias, self.dtype)  # one pass less, too
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             h = hidden[chunk].to(self.dtype)
-            out, logits = self.product[: len(h)], exact[: len(h)]
+            logits = exact[: len(h)]
+            product = self.product[: len(h)]
             if self.bias is not None:
-                torch.addmm(self.bias, h, self.weight.t(), out=out)
-            elif gives_float32(self.weight, self.bias, self.dtype):  # one pass less, too
+                torch.addmm(self.bias, h, self.weight.t(), out=product)
+            elif in_float32:
                 torch.mm(h, self.weight.t(), out_dtype=self.exact, out=logits)
-                out = logits
             else:
-                torch.mm(h, self.weight.t(), out=out)
-            yield chunk, h, logits if out.dtype == self.exact else logits.copy_(out)
+                torch.mm(h, self.weight.t(), out=product)
+            if self.dtype != self.exact and not in_float32:
+                logits.copy_(product)
+            yield chunk, h, logits
 
     def softmax(
-        self, logits: Tensor, tokens: Tensor, transform: LogitTransform, *, stats: bool, gradient: bool
+        self, chunk: slice, logits: Tensor, *, gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """`_softmax_` of the current logits, compiled where that pays and works: its scores and factor, and
         with gradient the rest of the derivative (n, V), in the dtype of the matrix products."""
-        normalize = self.dtype == torch.float16
+        scoring = self.scoring
+        tokens = scoring.tokens[chunk]
         if self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
             derivative = self.product[: len(logits)] if gradient else None
-            found = compiled_head.softmax(derivative, logits, tokens, transform, normalize)
-            if found is not None:
-                return *found, derivative
-        scores, factor = _softmax_(
-            logits, tokens, transform, stats=stats, gradient=gradient, normalize=normalize
-        )
+            normalize = self.dtype == torch.float16
+            compiled = compiled_head.softmax(derivative, logits, tokens, scoring.transform, normalize)
+            if compiled is not None:
+                return *compiled, derivative
+        scores, factor = _softmax_(logits, tokens, scoring, gradient)
         return scores, factor, self.rounded(logits) if gradient else None
 
     def rounded(self, gradient: Tensor) -> Tensor:
         """The gradient of the current logits in the dtype of the matrix products, in the buffer of their
         product."""
-        return gradient if self.dtype == self.exact else self.product[: len(gradient)].copy_(gradient)
+        if self.dtype == self.exact:
+            return gradient
+        return self.product[: len(gradient)].copy_(gradient)
 
     def backward(
-        self,
-        h: Tensor,
-        gradient: Tensor,
-        factor: Tensor,
-        d_hidden: Tensor | None,
-        d_weight: Tensor | None,
-        d_bias: Tensor | None,
+        self, chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor, gradients: Gradients
     ) -> None:
-        """Send `factor[:, None] * gradient`, (n, V), through the matrix product: sets d_hidden (n, D), adds
-        to the others."""
+        """Send `factor[:, None] * gradient`, (n, V), through the matrix product: sets the chunk of the
+        gradient of hidden, adds to the others."""
+        d_hidden, d_weight, d_bias = gradients
         if d_hidden is not None:
-            torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden)
+            torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden[chunk])
         if d_weight is not None:
             scaled = (h * factor[:, None]).to(self.dtype)
             if self.dtype == self.exact:
@@ -143,44 +183,39 @@ def _blocks(logits: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(logits), size)]
 
 
-def _softmax_(
-    logits: Tensor,
-    tokens: Tensor,
-    transform: LogitTransform,
-    *,
-    stats: bool,
-    gradient: bool,
-    normalize: bool = False,
-) -> tuple[Tensor, Tensor]:
+def _softmax_(logits: Tensor, tokens: Tensor, scoring: Scoring, gradient: bool) -> tuple[Tensor, Tensor]:
     """The scores of tokens (n,) from a chunk of raw logits (n, V), which it overwrites.
 
     Returns logps, entropy and correct (3, n), the last two zero without stats, and factor (n,). Afterwards,
-    with gradient, the derivative of logps by the logits is `factor[:, None] * logits`; with normalize, no
-    logit is above 1.
+    with gradient, the derivative of logps by the logits is `factor[:, None] * logits`; for float16, no logit
+    is above 1.
     """
-    scores, factor = logits.new_zeros(3, len(logits)), logits.new_empty(len(logits))
+    scores = logits.new_zeros(3, len(logits))
+    factor = logits.new_empty(len(logits))
     for rows in _blocks(logits):
-        block, index = logits[rows], tokens[rows, None]
-        derivative = apply_(transform, block, gradient)
+        block = logits[rows]
+        index = tokens[rows, None]
+        derivative = apply_(scoring.transform, block, gradient)
         block.sub_(block.amax(-1, keepdim=True))
         chosen = block.gather(-1, index)
-        exponentials = block.exp() if stats else block.exp_()
+        exponentials = block.exp() if scoring.stats else block.exp_()
         total = exponentials.sum(-1, keepdim=True)
         log_total = total.log()
         scores[0, rows] = (chosen - log_total)[:, 0]
-        if stats:
-            scores[1, rows] = (log_total - block.mul_(exponentials).sum(-1, keepdim=True) / total)[:, 0]
+        if scoring.stats:
+            entropy = log_total - block.mul_(exponentials).sum(-1, keepdim=True) / total
+            scores[1, rows] = entropy[:, 0]
             scores[2, rows] = (chosen >= 0)[:, 0].to(scores.dtype)
         if gradient:  # exp - denominator at the token, exp elsewhere
-            if stats:
+            if scoring.stats:
                 block.copy_(exponentials)
-            if normalize:
+            if scoring.dtype == torch.float16:
                 block.div_(total)
                 total.fill_(1)
             block.scatter_add_(-1, index, -total)
             if derivative is not None:
                 block.mul_(derivative)
-            factor[rows] = (-transform.scale / total)[:, 0]
+            factor[rows] = (-scoring.transform.scale / total)[:, 0]
     return scores, factor
 
 
@@ -190,12 +225,10 @@ def _entropy_gradient_(
     """Overwrite logits (n, V) with the gradient of `Σ d_logps · logps + d_entropy · entropy`, divided by the
     scale."""
     for rows in _blocks(logits):
-        block, index, by_logp, by_entropy = (
-            logits[rows],
-            tokens[rows, None],
-            d_logps[rows, None],
-            d_entropy[rows, None],
-        )
+        block = logits[rows]
+        index = tokens[rows, None]
+        by_logp = d_logps[rows, None]
+        by_entropy = d_entropy[rows, None]
         derivative = apply_(transform, block, gradient=True)
         block.sub_(block.logsumexp(-1, keepdim=True))
         p = block.exp()
@@ -207,6 +240,29 @@ def _entropy_gradient_(
             block.mul_(derivative)
 
 
+def _scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scoring: Scoring,
+    gradients: Gradients | None = None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """logps, entropy and correct, (3, N). gradients: those of `Σ weights · logps` are written there, weights
+    (N,); None: 1 for each token."""
+    chunks = _Chunks(weight, bias, scoring)
+    scores = hidden.new_empty(3, len(hidden), dtype=scoring.exact)
+    with torch.autocast(hidden.device.type, enabled=False):
+        for chunk, h, logits in chunks.logits(hidden):
+            with_gradient = gradients is not None
+            scores[:, chunk], factor, gradient = chunks.softmax(chunk, logits, gradient=with_gradient)
+            if weights is not None:
+                factor = factor * weights[chunk]
+            if with_gradient:
+                chunks.backward(chunk, h, gradient, factor, gradients)
+    return scores
+
+
 # --- the gradients ------------------------------------------------------------------------------------------
 
 
@@ -215,19 +271,9 @@ class WeightedNLL(torch.autograd.Function):
     float32."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, tokens, weights, transform, rows):
-        chunks = _Chunks(weight, bias, compute_dtype(weight))
-        scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
-        d_hidden, d_weight, d_bias = ctx.gradients = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
-        ctx.dtype = weight.dtype
-        with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, h, logits in chunks.logits(hidden, rows):
-                scores[:, chunk], factor, gradient = chunks.softmax(
-                    logits, tokens[chunk], transform, stats=True, gradient=True
-                )
-                d_h = None if d_hidden is None else d_hidden[chunk]
-                chunks.backward(h, gradient, factor * -weights[chunk], d_h, d_weight, d_bias)
-        logps, entropy, correct = scores
+    def forward(ctx: Any, hidden, weight, bias, weights, scoring):
+        ctx.gradients = _empty_gradients(ctx, hidden, weight, bias, scoring)
+        logps, entropy, correct = _scores(hidden, weight, bias, scoring, ctx.gradients, -weights)
         ctx.mark_non_differentiable(logps, entropy, correct)
         return -(weights * logps).sum(), logps, entropy, correct
 
@@ -238,88 +284,96 @@ class WeightedNLL(torch.autograd.Function):
             raise RuntimeError(
                 "the loss of weighted_nll can be sent backward only once: its gradients are scaled in place"
             )
-        d_hidden, d_weight, d_bias = (None if g is None else g.mul_(d_loss) for g in ctx.gradients)
+        gradients = [None if g is None else g.mul_(d_loss) for g in ctx.gradients]
         ctx.gradients = None
-        return d_hidden, d_weight, d_bias, None, None, None, None
+        return *gradients, None, None
 
 
-class LogProbs(torch.autograd.Function):
-    """See `log_probs`. The backward pass receives one number per token, a factor of its row in all
-    gradients."""
+class FrozenHead(torch.autograd.Function):
+    """`log_probs` with a head that is not trained. The backward pass receives one number per token, a factor of
+    its row in the gradient of the hidden states, so the forward pass computes everything else."""
 
     @staticmethod
-    def forward(ctx: Any, hidden, weight, bias, tokens, transform, rows, grad, stats, entropy_grad):
-        chunks = _Chunks(weight, bias, compute_dtype(weight))
-        ctx.dtype, ctx.transform, ctx.rows, ctx.entropy_grad = chunks.dtype, transform, rows, entropy_grad
-        ctx.d_hidden = ctx.one_chunk = None
-        trains_head = any(ctx.needs_input_grad[1:3])
-        at_once = (
-            grad
-            and any(ctx.needs_input_grad)
-            and not entropy_grad
-            and (not trains_head or len(hidden) <= rows)
-        )
-        if at_once and not trains_head:
-            ctx.d_hidden = torch.empty_like(hidden)
-        scores = hidden.new_empty(3, len(hidden), dtype=chunks.exact)
+    def forward(ctx: Any, hidden, weight, bias, scoring):
+        ctx.d_hidden = torch.empty_like(hidden)
+        logps, entropy, correct = _scores(hidden, weight, bias, scoring, (ctx.d_hidden, None, None))
+        ctx.mark_non_differentiable(entropy, correct)
+        return logps, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logps, *_):
+        d_hidden = ctx.d_hidden * d_logps[:, None]
+        return d_hidden.to(ctx.d_hidden.dtype), None, None, None
+
+
+class OneChunk(torch.autograd.Function):
+    """`log_probs` with a head that is trained, at positions whose logits are a single chunk: its derivative is
+    kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, scoring):
+        chunks = _Chunks(weight, bias, scoring)
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk, h, logits in chunks.logits(hidden, rows):
-                scores[:, chunk], factor, gradient = chunks.softmax(
-                    logits, tokens[chunk], transform, stats=stats, gradient=at_once
-                )
-                if ctx.d_hidden is not None:
-                    chunks.backward(h, gradient, factor, ctx.d_hidden[chunk], None, None)
-                elif at_once:
-                    ctx.one_chunk = gradient, factor
-        if ctx.d_hidden is None:
-            ctx.save_for_backward(hidden, weight, bias, tokens)
+            [(chunk, _, logits)] = chunks.logits(hidden)
+            scores, ctx.factor, ctx.gradient = chunks.softmax(chunk, logits, gradient=True)
+        ctx.scoring = scoring
+        ctx.save_for_backward(hidden, weight, bias)
         logps, entropy, correct = scores
-        ctx.mark_non_differentiable(*((correct,) if entropy_grad else (entropy, correct)))
+        ctx.mark_non_differentiable(entropy, correct)
+        return logps, entropy, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logps, *_):
+        hidden, weight, bias = ctx.saved_tensors
+        chunks = _Chunks(weight, bias, ctx.scoring)
+        gradients = _empty_gradients(ctx, hidden, weight, bias, ctx.scoring)
+        with torch.autocast(hidden.device.type, enabled=False):
+            h = hidden.to(chunks.dtype)
+            chunks.backward(slice(None), h, ctx.gradient, ctx.factor * d_logps, gradients)
+        return *gradients, None
+
+
+class Recomputed(torch.autograd.Function):
+    """`log_probs` in any other case: the backward pass computes the logits again."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden, weight, bias, scoring):
+        ctx.scoring = scoring
+        ctx.save_for_backward(hidden, weight, bias)
+        logps, entropy, correct = _scores(hidden, weight, bias, scoring)
+        ctx.mark_non_differentiable(*([correct] if scoring.entropy_grad else [entropy, correct]))
         return logps, entropy, correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logps, d_entropy, _):
-        if ctx.d_hidden is not None:
-            return (ctx.d_hidden * d_logps[:, None]).to(ctx.d_hidden.dtype), *[None] * 8
-        hidden, weight, bias, tokens = ctx.saved_tensors
-        chunks = _Chunks(weight, bias, ctx.dtype)
-        d_hidden, d_weight, d_bias = _empty_gradients(ctx, hidden, weight, bias, chunks.exact)
-
-        def pass_on(chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor) -> None:
-            chunks.backward(
-                h, gradient, factor, None if d_hidden is None else d_hidden[chunk], d_weight, d_bias
-            )
-
+        hidden, weight, bias = ctx.saved_tensors
+        scoring = ctx.scoring
+        chunks = _Chunks(weight, bias, scoring._replace(stats=False))
+        gradients = _empty_gradients(ctx, hidden, weight, bias, scoring)
         with torch.autocast(hidden.device.type, enabled=False):
-            if ctx.one_chunk is not None:
-                gradient, factor = ctx.one_chunk
-                pass_on(slice(None), hidden.to(ctx.dtype), gradient, factor * d_logps)
-                return d_hidden, d_weight, d_bias, *[None] * 6
-            for chunk, h, logits in chunks.logits(hidden, ctx.rows):
-                if ctx.entropy_grad:
-                    _entropy_gradient_(logits, tokens[chunk], ctx.transform, d_logps[chunk], d_entropy[chunk])
-                    factor, gradient = (
-                        torch.full_like(d_logps[chunk], ctx.transform.scale),
-                        chunks.rounded(logits),
-                    )
+            for chunk, h, logits in chunks.logits(hidden):
+                by_logp = d_logps[chunk]
+                if scoring.entropy_grad:
+                    tokens = scoring.tokens[chunk]
+                    _entropy_gradient_(logits, tokens, scoring.transform, by_logp, d_entropy[chunk])
+                    gradient = chunks.rounded(logits)
+                    factor = torch.full_like(by_logp, scoring.transform.scale)
                 else:
-                    _, factor, gradient = chunks.softmax(
-                        logits, tokens[chunk], ctx.transform, stats=False, gradient=True
-                    )
-                    factor = factor * d_logps[chunk]
-                pass_on(chunk, h, gradient, factor)
-        return d_hidden, d_weight, d_bias, *[None] * 6
+                    _, factor, gradient = chunks.softmax(chunk, logits, gradient=True)
+                    factor = factor * by_logp
+                chunks.backward(chunk, h, gradient, factor, gradients)
+        return *gradients, None
 
 
 def _empty_gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-) -> tuple:
-    """Buffers for the requested gradients of (hidden, weight, bias); the last two are zeros of the given
-    dtype."""
-    wanted = ctx.needs_input_grad
-    return (
-        torch.empty_like(hidden) if wanted[0] else None,
-        torch.zeros_like(weight, dtype=dtype) if wanted[1] else None,
-        torch.zeros_like(bias, dtype=dtype) if wanted[2] else None,
-    )
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scoring: Scoring
+) -> Gradients:
+    """Buffers for the requested gradients; the last two are zeros."""
+    needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    d_hidden = torch.empty_like(hidden) if needs_hidden else None
+    d_weight = torch.zeros_like(weight, dtype=scoring.exact) if needs_weight else None
+    d_bias = torch.zeros_like(bias, dtype=scoring.exact) if needs_bias else None
+    return d_hidden, d_weight, d_bias

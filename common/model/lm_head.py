@@ -19,7 +19,7 @@ Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows o
 from collections.abc import Callable
 
 from common.memory import compute_dtype
-from common.model.fused_head import LogProbs, WeightedNLL, chunk_rows, gives_float32
+from common.model.fused_head import Scoring, WeightedNLL, chunk_rows, gives_float32, token_scores
 from common.model.logit_transform import apply, logit_transform
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,8 @@ def logits_of(inner: nn.Module, hidden: Tensor, weight: Tensor | None = None) ->
 
     weight: `weight_for_float32(inner)`, for whoever calls this often.
     """
-    weight = weight_for_float32(inner) if weight is None else weight
+    if weight is None:
+        weight = weight_for_float32(inner)
     if weight is not None:
         logits = torch.mm(hidden.to(weight.dtype), weight.t(), out_dtype=torch.float32)
     else:
@@ -48,7 +49,9 @@ def weight_for_float32(inner: nn.Module) -> Tensor | None:
     if linear is None:
         return None
     dtype = compute_dtype(linear.weight)
-    return linear.weight.to(dtype) if gives_float32(linear.weight, linear.bias, dtype) else None
+    if not gives_float32(linear.weight, linear.bias, dtype):
+        return None
+    return linear.weight.to(dtype)
 
 
 def log_probs(
@@ -69,10 +72,10 @@ def log_probs(
     transform = logit_transform(inner, temperature)
     linear = _plain_linear(inner)
     if linear is not None:
-        grad, rows = torch.is_grad_enabled(), _rows_at_once(inner, hidden)
-        scores = LogProbs.apply(
-            hidden, linear.weight, linear.bias, tokens, transform, rows, grad, entropy, entropy_grad and grad
-        )
+        rows = _rows_at_once(inner, hidden)
+        dtype = compute_dtype(linear.weight)
+        scoring = Scoring(tokens, transform, rows, dtype, entropy, entropy_grad)
+        scores = token_scores(hidden, linear.weight, linear.bias, scoring)
         return scores if entropy else scores[:1]
 
     def chunk_scores(h: Tensor, t: Tensor) -> tuple[Tensor, ...]:
@@ -82,10 +85,12 @@ def log_probs(
         logps = chosen - normalizer
         if not entropy:
             return (logps,)
-        # otherwise nothing is saved for it
+        # without entropy_grad, nothing is saved for the backward pass of the entropy
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-            entropies = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-        return logps, entropies, (chosen >= logits.amax(-1)).float()
+            probs = (logits - normalizer[:, None]).exp()
+            entropies = normalizer - (probs * logits).sum(-1)
+        correct = chosen >= logits.amax(-1)
+        return logps, entropies, correct.float()
 
     return _in_chunks(inner, chunk_scores, hidden, tokens)
 
@@ -106,13 +111,14 @@ def map_logits(
     transform = logit_transform(inner, temperature)
 
     def map_chunk(h: Tensor, r: Tensor) -> tuple[Tensor]:
-        made = function(apply(transform, inner.get_output_embeddings()(h).float()), r)
-        if not isinstance(made, Tensor) or not made.dim() or len(made) != len(r):
-            found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        result = function(apply(transform, inner.get_output_embeddings()(h).float()), r)
+        is_tensor = isinstance(result, Tensor)
+        if not is_tensor or not result.dim() or len(result) != len(r):
+            given = tuple(result.shape) if is_tensor else type(result).__name__
             raise ValueError(
-                f"map_logits gave {found} for {len(r)} rows of logits; expected a tensor ({len(r)}, ...)"
+                f"map_logits gave {given} for {len(r)} rows of logits; expected a tensor ({len(r)}, ...)"
             )
-        return (made,)
+        return (result,)
 
     return _in_chunks(inner, map_chunk, hidden, rows, random=True)[0]
 
@@ -132,14 +138,15 @@ def _in_chunks(
     """function(hidden, other) in chunks of rows. If there are several, each is recomputed in the backward
     pass, with the same random numbers if the function may be `random`."""
     rows = _rows_at_once(inner, hidden)
-    # Under ZeRO-3 each call of the head gathers it: the number of calls must be the same on every process.
-    if len(hidden) <= rows or hasattr(weight_of(inner.get_output_embeddings()), "ds_id"):
+    if len(hidden) <= rows:
         return function(hidden, other)
-    chunks = [
-        checkpoint(function, h, o, use_reentrant=False, preserve_rng_state=random)
-        for h, o in zip(hidden.split(rows), other.split(rows), strict=True)
-    ]
-    return tuple(torch.cat(parts) for parts in zip(*chunks, strict=True))
+    # Under ZeRO-3 each call of the head gathers it: the number of calls must be the same on every process.
+    if hasattr(weight_of(inner.get_output_embeddings()), "ds_id"):
+        return function(hidden, other)
+    chunks = []
+    for h, o in zip(hidden.split(rows), other.split(rows), strict=True):
+        chunks.append(checkpoint(function, h, o, use_reentrant=False, preserve_rng_state=random))
+    return tuple(map(torch.cat, zip(*chunks, strict=True)))
 
 
 def weighted_nll(
@@ -151,18 +158,18 @@ def weighted_nll(
     and correct, (N,) each, without gradient. The loss supports one backward pass.
     """
     linear = _plain_linear(inner)
-    # float16 waits for the backward pass, where the gradient includes the loss scale that keeps it in
-    # float16's range.
     if linear is not None and linear.weight.requires_grad and torch.is_grad_enabled():
-        if compute_dtype(linear.weight) != torch.float16:
+        dtype = compute_dtype(linear.weight)
+        # float16 waits for the backward pass, where the gradient includes the loss scale that keeps it in
+        # float16's range.
+        if dtype != torch.float16:
             rows = chunk_rows(hidden.device, linear.weight.shape[0])
-            transform = logit_transform(inner, temperature)
-            loss, *scores = WeightedNLL.apply(
-                hidden, linear.weight, linear.bias, tokens, weights, transform, rows
-            )
+            scoring = Scoring(tokens, logit_transform(inner, temperature), rows, dtype)
+            loss, *scores = WeightedNLL.apply(hidden, linear.weight, linear.bias, weights, scoring)
             return loss, tuple(scores)
     logps, entropy, correct = log_probs(inner, hidden, tokens, temperature, entropy=True)
-    return -(weights * logps).sum(), (logps.detach(), entropy.detach(), correct)
+    loss = -(weights * logps).sum()
+    return loss, (logps.detach(), entropy.detach(), correct)
 
 
 # --- the head of a model ------------------------------------------------------------------------------------
@@ -171,7 +178,8 @@ def weighted_nll(
 def weight_of(module: nn.Module) -> Tensor:
     """The weight of an embedding or a head, without the rows that peft trains (merging them would make a
     copy)."""
-    return getattr(getattr(module, "token_adapter", None), "base_layer", module).weight
+    adapter = getattr(module, "token_adapter", None)
+    return getattr(adapter, "base_layer", module).weight
 
 
 def _plain_linear(inner: nn.Module) -> nn.Linear | None:
@@ -180,5 +188,8 @@ def _plain_linear(inner: nn.Module) -> nn.Linear | None:
     module = inner.get_output_embeddings()
     if type(module) is not nn.Linear or type(module.weight) not in (Tensor, nn.Parameter):
         return None
-    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return None if hooked or hasattr(module.weight, "ds_id") else module
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None
+    if hasattr(module.weight, "ds_id"):
+        return None
+    return module
