@@ -56,7 +56,9 @@ class KVCache:
         device: torch.device,
         static: bool = False,
     ):
-        self.device, self.static, self.limit = device, static, limit
+        self.device = device
+        self.static = static
+        self.limit = limit
         self.capacity = min(limit, FIRST_CAPACITY)
         self.layers: list[Layer] = []
         self.calls = 0  # calls of `attend` in this forward pass; layers come in the same order in each
@@ -69,28 +71,32 @@ class KVCache:
         self.flat_row = plan_flat_row(lengths.tolist(), device)
         self.prompt_length = Lp = int(lengths.max())
         start = lengths.cumsum(0) - lengths
-        column = torch.arange(Lp) - (Lp - lengths[:, None])  # (P, Lp), negative in the padding
-        # the token of the flat row in each column
-        self.source = (start[:, None] + column.clamp(min=0)).to(device)
-        self.padding = torch.where(column < 0, -torch.inf, 0.0)[:, None, None].to(device)  # (P, 1, 1, Lp)
+        # (P, Lp): the index in its prompt of the token in each column, negative in the padding
+        index = torch.arange(Lp) - (Lp - lengths[:, None])
+        source = start[:, None] + index.clamp(min=0)
+        self.source = source.to(device)  # the same in the flat row
+        padding = torch.where(index < 0, -torch.inf, 0.0)
+        self.padding = padding[:, None, None].to(device)  # (P, 1, 1, Lp)
         self._group_by_prompt(np.asarray(owner))
 
     def _group_by_prompt(self, owner: np.ndarray) -> None:
         """Plan how n completions map to P prompts x G slots, and back."""
-        self.owner, n = owner, len(owner)
+        self.owner = owner
+        completions = np.arange(len(owner))
         sizes = np.bincount(owner)
         self.G = int(sizes.max())
-        order = np.argsort(owner, kind="stable")
-        start = np.cumsum(sizes) - sizes
-        slot = np.empty(n, np.int64)  # of each completion
-        slot[order] = owner[order] * self.G + np.arange(n) - start[owner[order]]
+        order = np.argsort(owner, kind="stable")  # by prompt
+        sorted_owner = owner[order]
+        start = np.cumsum(sizes) - sizes  # of each prompt, in this order
+        slot = np.empty(len(owner), np.int64)  # of each completion
+        slot[order] = sorted_owner * self.G + completions - start[sorted_owner]
         # the completion in each slot; any one in an unused slot
         member = np.zeros(len(sizes) * self.G, np.int64)
-        member[slot] = np.arange(n)
-        in_order = len(member) == n and bool((member == np.arange(n)).all())
-        self.member, self.slot = (
-            (None, None) if in_order else (to_device(x, self.device) for x in (member, slot))
-        )
+        member[slot] = completions
+        self.member = self.slot = None  # None: the completions in their order fill the slots
+        if not np.array_equal(member, completions):
+            self.member = to_device(member, self.device)
+            self.slot = to_device(slot, self.device)
 
     def advance(self) -> None:
         """Make room for the next token of every completion."""
@@ -98,14 +104,17 @@ class KVCache:
         self.newest += 1
         self.begin_pass()
         if self.t == self.capacity:
-            self.capacity, self.version = min(2 * self.capacity, self.limit), self.version + 1
+            self.capacity = min(2 * self.capacity, self.limit)
+            self.version += 1
             for layer in self.layers:
-                layer.keys, layer.values = self._grown(layer.keys), self._grown(layer.values)
+                layer.keys = self._grown(layer.keys)
+                layer.values = self._grown(layer.values)
 
     def begin_pass(self) -> None:
         """Start a pass of the newest tokens through the layers, possibly again: an earlier pass may have
         failed half way."""
-        self.calls, self.masks = 0, {}
+        self.calls = 0
+        self.masks = {}
 
     def _grown(self, old: Tensor) -> Tensor:
         new = self._columns(old)
@@ -114,7 +123,9 @@ class KVCache:
 
     def _columns(self, like: Tensor) -> Tensor:
         shape = len(self.owner), like.shape[1], self.capacity, like.shape[-1]
-        return like.new_zeros(shape) if self.static else like.new_empty(shape)  # 0 · (masked entry) must be 0
+        if self.static:
+            return like.new_zeros(shape)  # 0 · (masked entry) must be 0
+        return like.new_empty(shape)
 
     def keep(self, keep: np.ndarray) -> Tensor:
         """Drop completions, keep (n,) bool, and prompts without completions.
@@ -122,24 +133,21 @@ class KVCache:
         The last rows move into the gaps; the others are not copied. Returns the old indices of the remaining
         rows, (n',).
         """
-        order, *of_completions = _close_gaps(keep)
+        order, gaps, moved = _close_gaps(keep, self.device)
         owner = self.owner[order]
         in_use = np.bincount(owner, minlength=len(self.padding)) > 0
-        prompts, *of_prompts = _close_gaps(in_use)
-        gaps, moved = (to_device(index, self.device) for index in of_completions)
-        prompt_gaps, moved_prompts = (to_device(index, self.device) for index in of_prompts)
+        prompts, prompt_gaps, moved_prompts = _close_gaps(in_use, self.device)
         for layer in self.layers:
             for own in (layer.keys, layer.values):
                 filled = own[:, :, : self.t + 1]
                 filled[gaps] = filled[moved]
-            for shared in (layer.prompt_keys, layer.prompt_values) if len(moved_prompts) else ():
-                shared[prompt_gaps] = shared[moved_prompts]
-            layer.prompt_keys, layer.prompt_values = (
-                layer.prompt_keys[: len(prompts)],
-                layer.prompt_values[: len(prompts)],
-            )
+            if len(moved_prompts):
+                for shared in (layer.prompt_keys, layer.prompt_values):
+                    shared[prompt_gaps] = shared[moved_prompts]
+            layer.prompt_keys = layer.prompt_keys[: len(prompts)]
+            layer.prompt_values = layer.prompt_values[: len(prompts)]
         self.padding = self.padding[to_device(prompts, self.device)]
-        number = np.empty(len(in_use), np.int64)
+        number = np.empty(len(in_use), np.int64)  # of each old prompt among the new ones
         number[prompts] = np.arange(len(prompts))
         self._group_by_prompt(number[owner])
         self.version += 1
@@ -149,8 +157,10 @@ class KVCache:
 
     def read_prompts(self, key: Tensor, value: Tensor) -> None:
         """key, value (Hkv, T, Dh) of all prompts end to end."""
-        shared = [x[:, self.source].transpose(0, 1).contiguous() for x in (key, value)]
-        self.layers.append(Layer(*shared, *(self._columns(x) for x in shared)))
+        keys = key[:, self.source].transpose(0, 1).contiguous()
+        values = value[:, self.source].transpose(0, 1).contiguous()
+        layer = Layer(keys, values, self._columns(keys), self._columns(values))
+        self.layers.append(layer)
 
     def attend(
         self,
@@ -170,35 +180,42 @@ class KVCache:
         """
         layer = self.layers[self.calls]
         self.calls += 1
-        (n, H, Dh), Lp = query.shape, self.prompt_length
-        keys, values = layer.keys[:n], layer.values[:n]
+        n, H, Dh = query.shape
+        keys = layer.keys[:n]
+        values = layer.values[:n]
         if self.static:
             keys.index_copy_(2, self.newest, key[:, :, None])
             values.index_copy_(2, self.newest, value[:, :, None])
         else:
-            keys, values = keys[:, :, : self.t + 1], values[:, :, : self.t + 1]
-            keys[:, :, self.t], values[:, :, self.t] = key, value
+            keys = keys[:, :, : self.t + 1]
+            values = values[:, :, : self.t + 1]
+            keys[:, :, self.t] = key
+            values[:, :, self.t] = value
         query = query.reshape(n, key.shape[1], -1, Dh)
-        to_prompt, to_own = (
-            _scores(self._by_prompt(query), layer.prompt_keys, scaling),
-            _scores(query, keys, scaling),
-        )
+        to_prompt = _scores(self._by_prompt(query), layer.prompt_keys, scaling)
+        to_own = _scores(query, keys, scaling)
         if softcap is not None:
-            to_prompt, to_own = (torch.tanh(scores / softcap) * softcap for scores in (to_prompt, to_own))
-        # (n, Hkv, g, Lp + own)
-        scores = torch.cat([self._by_completion(to_prompt + self.padding), to_own], -1)
+            to_prompt = torch.tanh(to_prompt / softcap) * softcap
+            to_own = torch.tanh(to_own / softcap) * softcap
+        to_prompt = self._by_completion(to_prompt + self.padding)
+        scores = torch.cat([to_prompt, to_own], -1)  # (n, Hkv, g, Lp + own)
         mask = self._mask(window, scores.shape[-1])
-        scores = scores if mask is None else scores.masked_fill(mask, -torch.inf)
+        if mask is not None:
+            scores = scores.masked_fill(mask, -torch.inf)
         if sinks is not None:
-            sink = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1).expand(n, -1, -1, 1)
-            scores = torch.cat([scores, sink], -1)
-        weights = scores.softmax(-1).to(values.dtype)[..., : Lp + keys.shape[2]]
+            sink = sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1)
+            scores = torch.cat([scores, sink.expand(n, -1, -1, 1)], -1)
+        weights = scores.softmax(-1).to(values.dtype)
+        Lp = self.prompt_length
         from_prompt = self._by_prompt(weights[..., :Lp]) @ layer.prompt_values
-        return (weights[..., Lp:] @ values + self._by_completion(from_prompt)).view(n, H, -1)
+        from_own = weights[..., Lp : Lp + keys.shape[2]] @ values  # without the sink
+        out = from_own + self._by_completion(from_prompt)
+        return out.view(n, H, -1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """(n, Hkv, g, ...) -> (P, Hkv, G g, ...)."""
-        x = x if self.member is None else x.index_select(0, self.member)
+        if self.member is not None:
+            x = x.index_select(0, self.member)
         return x.unflatten(0, (-1, self.G)).transpose(1, 2).flatten(2, 3)
 
     def _by_completion(self, x: Tensor) -> Tensor:
@@ -215,19 +232,22 @@ class KVCache:
         if not self.static and (window is None or width <= window):
             return None
         if window not in self.masks:
-            column, last = torch.arange(width, device=self.device), self.prompt_length + self.newest
-            mask = column > last
-            self.masks[window] = mask if window is None else mask | (column <= last - window)
+            column = torch.arange(width, device=self.device)
+            newest = self.prompt_length + self.newest
+            mask = column > newest
+            if window is not None:
+                mask |= column <= newest - window
+            self.masks[window] = mask
         return self.masks[window]
 
 
-def _close_gaps(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _close_gaps(keep: np.ndarray, device: torch.device) -> tuple[np.ndarray, Tensor, Tensor]:
     """How to compact the kept rows: (the old row of each new one, the gaps, the rows moved there)."""
     order = np.arange(keep.sum())
     gaps = np.flatnonzero(~keep[: len(order)])
     moved = len(order) + np.flatnonzero(keep[len(order) :])
     order[gaps] = moved
-    return order, gaps, moved
+    return order, to_device(gaps, device), to_device(moved, device)
 
 
 def _scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
@@ -236,8 +256,9 @@ def _scores(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
     if query.dtype in (torch.float32, torch.float64):
         return (query * scaling) @ keys.transpose(-1, -2)
     if query.device.type == "cuda":
-        out = torch.bmm(query.flatten(0, 1), keys.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
-        return out.unflatten(0, query.shape[:2]) * scaling
+        transposed = keys.flatten(0, 1).transpose(-1, -2)
+        scores = torch.bmm(query.flatten(0, 1), transposed, out_dtype=torch.float32)
+        return scores.unflatten(0, query.shape[:2]) * scaling
     return (query.float() * scaling) @ keys.float().transpose(-1, -2)
 
 
@@ -265,11 +286,13 @@ def cached_attention(
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
-        kwargs |= {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
+        options = {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
         return flat_attention(
-            module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs
+            module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **options
         )
     with torch.autocast(query.device.type, enabled=False):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        return kv_cache.attend(q, k, v, scaling, sliding_window, softcap, s_aux)[None], None
+        if scaling is None:
+            scaling = q.shape[-1] ** -0.5
+        out = kv_cache.attend(q, k, v, scaling, sliding_window, softcap, s_aux)
+        return out[None], None
