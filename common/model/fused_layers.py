@@ -47,9 +47,11 @@ def use_fused_layers(lm: nn.Module) -> None:
 
 def _has_code_of(known: type[nn.Module], module: nn.Module) -> bool:
     """Whether a module's forward is, instruction by instruction, that of a known class."""
-    forwards = (getattr(cls.forward, "__code__", None) for cls in (known, type(module)))
-    first, second = ((code.co_code, code.co_names, code.co_consts) if code else None for code in forwards)
-    return first == second
+    code = getattr(type(module).forward, "__code__", None)
+    known_code = known.forward.__code__
+    if code is None or code.co_code != known_code.co_code:
+        return False
+    return code.co_names == known_code.co_names and code.co_consts == known_code.co_consts
 
 
 # --- RMSNorm ------------------------------------------------------------------------------------------------
@@ -58,20 +60,16 @@ def _has_code_of(known: type[nn.Module], module: nn.Module) -> bool:
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return type(self).forward(self, x)
-    kind = x.device.type
-    dtype = (
-        torch.get_autocast_dtype(kind)
-        if x.dtype == torch.float32 and torch.is_autocast_enabled(kind)
-        else None
-    )
+    weight, epsilon = self.weight, self.variance_epsilon
+    dtype = None
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
     if x.is_cuda:  # there PyTorch's own is one kernel
-        wide = torch.promote_types(x.dtype, self.weight.dtype)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.variance_epsilon).to(
-            dtype or wide
-        )
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), epsilon).to(dtype or wide)
     if torch.is_grad_enabled():
-        return _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
-    return _norm(x, self.weight, self.variance_epsilon, dtype)[0]
+        return _Norm.apply(x, weight, epsilon, dtype)
+    return _norm(x, weight, epsilon, dtype)[0]
 
 
 def _norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -95,7 +93,8 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
-        D, exact = x.shape[-1], scale.dtype
+        D = x.shape[-1]
+        exact = scale.dtype
         normalized = x.to(exact) * scale
         product = gradient.to(exact) * normalized
         d_weight = d_x = None
@@ -104,12 +103,11 @@ class _Norm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # d_x = scale · (w g - normalized · mean(w g · normalized))
             mean = torch.mv(product.reshape(-1, D), weight.to(exact)).div_(D).view_as(scale)
-            d_x = (
-                torch.mul(gradient, weight, out=product)
-                if gradient.dtype == weight.dtype == exact
-                else gradient * weight
-            )
-            d_x = d_x.to(exact).sub_(normalized.mul_(mean)).mul_(scale).to(x.dtype)
+            if gradient.dtype == weight.dtype == exact:
+                d_x = torch.mul(gradient, weight, out=product)
+            else:
+                d_x = (gradient * weight).to(exact)
+            d_x = d_x.sub_(normalized.mul_(mean)).mul_(scale).to(x.dtype)
         return d_x, d_weight, None, None
 
 
@@ -117,7 +115,9 @@ class _Norm(torch.autograd.Function):
 
 
 def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
-    gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
+    gate = self.gate_proj(x)
+    up = self.up_proj(x)
+    down = self.down_proj
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return down(F.silu(gate) * up)
     # LoRA and quantisation replace this module.
@@ -127,7 +127,8 @@ def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or "forward" in vars(module)
 
 
 def _gated_backward(gate: Tensor, up: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,6 +167,7 @@ class _GatedDown(torch.autograd.Function):
         d_gate, d_up, product = _gated_backward(gate, up, gradient @ weight.to(gate.dtype))
         d_weight = None
         if ctx.needs_input_grad[2]:
-            d_weight = gradient.reshape(-1, gradient.shape[-1]).t() @ product.reshape(-1, product.shape[-1])
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            d_weight = rows.t() @ product.reshape(-1, product.shape[-1])
             d_weight = d_weight.to(weight.dtype)
         return d_gate, d_up, d_weight

@@ -16,11 +16,10 @@ TAKES_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 @dataclass
 class Ragged:
-    """A flat row for the kernel: each sequence's own tokens attend to the whole sequence, written out in
-    full."""
+    """A flat row for the kernel: each sequence's own tokens attend to the full sequence."""
 
     own: Tensor  # (S+1,) int32: offsets of each sequence's own tokens in the row
-    full: Tensor  # (S+1,) int32: offsets of the sequences written out in full
+    full: Tensor  # (S+1,) int32: offsets of the full sequences, laid end to end
     longest: tuple[int, int]  # the longest sequence, by own and by all tokens
     token_map: Tensor | None  # (F,) int64: see plan_flat_row; None: nothing is shared, F = T
 
@@ -28,11 +27,10 @@ class Ragged:
         """The dtype that the kernel would compute in, or None if it cannot: it needs 16 bits and head sizes
         that are multiples of 8, up to 256 on GPUs with enough shared memory for the backward pass (A100,
         H100, B200), else up to 192."""
-        dtype, largest = (
-            compute_dtype(query),
-            256 if capability(query.device) in ((8, 0), (9, 0), (10, 0)) else 192,
-        )
-        return dtype if dtype in HALF and query.shape[-1] in range(8, largest + 1, 8) else None
+        dtype = compute_dtype(query)
+        largest = 256 if capability(query.device) in ((8, 0), (9, 0), (10, 0)) else 192
+        fits = query.shape[-1] in range(8, largest + 1, 8)
+        return dtype if fits and dtype in HALF else None
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
@@ -44,10 +42,12 @@ class Ragged:
         prefix is a query only once.
         """
         if self.token_map is not None:
-            k, v = (x.index_select(0, self.token_map) for x in (k, v))
+            k = k.index_select(0, self.token_map)
+            v = v.index_select(0, self.token_map)
         Dv = v.shape[-1]
-        if Dv < q.shape[-1]:
-            v = torch.nn.functional.pad(v, (0, q.shape[-1] - Dv))
+        missing = q.shape[-1] - Dv
+        if missing > 0:
+            v = torch.nn.functional.pad(v, (0, missing))
         # tokens visible before and after; -1: all
         window = (-1 if sliding_window is None else sliding_window - 1, 0)
         options = {"enable_gqa": q.shape[1] != k.shape[1]} if TAKES_ENABLE_GQA else {}
@@ -59,6 +59,11 @@ class Ragged:
 
 def plan(own: np.ndarray, lengths: np.ndarray, token_map: np.ndarray | None, device: torch.device) -> Ragged:
     """own, lengths (S,): tokens of each sequence that are its own, and all."""
-    borders = (to_device(np.cumsum([0, *counts]).astype(np.int32), device) for counts in (own, lengths))
     longest = int(own.max()), int(lengths.max())
-    return Ragged(*borders, longest, None if token_map is None else to_device(token_map, device))
+    tokens = None if token_map is None else to_device(token_map, device)
+    return Ragged(_offsets(own, device), _offsets(lengths, device), longest, tokens)
+
+
+def _offsets(counts: np.ndarray, device: torch.device) -> Tensor:
+    offsets = np.cumsum([0, *counts])
+    return to_device(offsets.astype(np.int32), device)
