@@ -3,6 +3,7 @@
 from collections.abc import Callable
 import importlib.util
 import math
+from typing import Any
 
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
@@ -22,21 +23,26 @@ def make_optimizer(
     learning rate fits), and AdamW for the rest. extra_lr_multiplier: the learning rate of the modules in
     model.extra, relative to the others.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for_muon = {id(p) for p in matrices(model)} if args.optim == "muon" else set()
-    own_rate = {id(p) for p in model.extra.parameters()} if extra_lr_multiplier != 1 else set()
-    rest = [p for p in trained if id(p) not in own_rate]
+    muon_ids = set(map(id, matrices(model))) if args.optim == "muon" else set()
+    extra_ids = set(map(id, model.extra.parameters())) if extra_lr_multiplier != 1 else set()
+    decayed, not_decayed, extra, for_muon = [], [], [], []
+    fused = True  # one kernel for the whole update, where available
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        fused = fused and p.device.type in ("cpu", "cuda")
+        if id(p) in extra_ids:
+            extra.append(p)
+        elif id(p) in muon_ids:
+            for_muon.append(p)
+        elif p.dim() >= 2:
+            decayed.append(p)
+        else:
+            not_decayed.append(p)
     groups = [
-        {
-            "params": [p for p in rest if p.dim() >= 2 and id(p) not in for_muon],
-            "weight_decay": args.weight_decay,
-        },
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-        {
-            "params": [p for p in trained if id(p) in own_rate],
-            "weight_decay": 0.0,
-            "lr_multiplier": extra_lr_multiplier,
-        },
+        {"params": decayed, "weight_decay": args.weight_decay},
+        {"params": not_decayed, "weight_decay": 0.0},
+        {"params": extra, "weight_decay": 0.0, "lr_multiplier": extra_lr_multiplier},
     ]
     groups = [group for group in groups if group["params"]]
     settings = {
@@ -48,14 +54,14 @@ def make_optimizer(
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups, **settings)
-    # one kernel for the whole update, where available
-    fused = all(p.device.type in ("cpu", "cuda") for p in trained)
-    parts = [torch.optim.AdamW(groups, fused=fused, **settings)] if groups else []  # muon may take all
+    parts = []
+    if groups:  # Muon may take all parameters
+        parts.append(torch.optim.AdamW(groups, fused=fused, **settings))
     if not for_muon:
         return parts[0]
     options = {"weight_decay": args.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-    muon = torch.optim.Muon([p for p in trained if id(p) in for_muon], lr=args.learning_rate, **options)
-    return MuonAndAdamW([*parts, muon])
+    parts.append(torch.optim.Muon(for_muon, lr=args.learning_rate, **options))
+    return MuonAndAdamW(parts)
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -63,15 +69,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, parts: list[torch.optim.Optimizer]):
         self.parts = parts
-        self.counts = [len(part.param_groups) for part in parts]
-        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.counts = []  # of each part's groups
+        groups: list[dict[str, Any]] = []
+        for part in parts:
+            self.counts.append(len(part.param_groups))
+            groups += part.param_groups
+        super().__init__(groups, {})
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None if closure is None else closure()
         start = 0
-        # either may have been loaded, or moved, since
+        # this optimizer's groups and state may have been loaded, or moved, since the last step
         for part, count in zip(self.parts, self.counts, strict=True):
-            part.param_groups, part.state = self.param_groups[start : start + count], self.state
+            part.param_groups = self.param_groups[start : start + count]
+            part.state = self.state
             part.step()
             start += count
         return loss
@@ -80,14 +91,18 @@ class MuonAndAdamW(torch.optim.Optimizer):
 def matrices(model: nn.Module) -> list[nn.Parameter]:
     """The trained matrices of the language model except embeddings and head: those that Muon updates."""
     lm = getattr(model, "lm", model)
-    tables = {id(m.weight) for m in lm.modules() if isinstance(m, nn.Embedding)}
+    tables = set()  # ids of the weights of embeddings and head
+    for module in lm.modules():
+        if isinstance(module, nn.Embedding):
+            tables.add(id(module.weight))
     if hasattr(lm, "get_output_embeddings"):
-        tables |= {id(p) for p in lm.get_output_embeddings().parameters()}
-    return [
-        p
-        for name, p in lm.named_parameters()
-        if p.requires_grad and p.dim() == 2 and id(p) not in tables and "trainable_tokens" not in name
-    ]
+        tables.update(map(id, lm.get_output_embeddings().parameters()))
+    found = []
+    for name, p in lm.named_parameters():
+        is_table = id(p) in tables or "trainable_tokens" in name
+        if p.requires_grad and p.dim() == 2 and not is_table:
+            found.append(p)
+    return found
 
 
 def check_optimizer(args: CommonArgs, distributed_type: DistributedType) -> None:
@@ -113,8 +128,13 @@ def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
     min_lr_ratio · learning_rate; wsd stays flat and falls linearly over the last lr_decay_fraction of the run
     (Hu et al. 2024, arXiv 2404.06395).
     """
-    kind, peak, least = args.lr_scheduler_type, args.learning_rate, args.min_lr_ratio
-    warmup = round(args.warmup_steps * total_steps) if args.warmup_steps < 1 else round(args.warmup_steps)
+    kind = args.lr_scheduler_type
+    peak = args.learning_rate
+    least = args.min_lr_ratio
+    warmup = args.warmup_steps
+    if warmup < 1:
+        warmup *= total_steps
+    warmup = round(warmup)
 
     def lr_at(step: int) -> float:
         if step < warmup:
@@ -136,10 +156,10 @@ def schedule(args: CommonArgs, total_steps: int) -> Callable[[int], float]:
 def set_lr(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Set the rate of every parameter group, times its `lr_multiplier` if it has one. Raises UserError if a
     script gave a group another rate, which would be overwritten."""
-    plain = {group["lr"] for group in optimizer.param_groups if "lr_multiplier" not in group}
-    if len(plain) > 1:
+    rates = {group["lr"] for group in optimizer.param_groups if "lr_multiplier" not in group}
+    if len(rates) > 1:
         raise UserError(
-            f"parameter groups have different learning rates ({', '.join(map(str, sorted(plain)))}), and the schedule "
+            f"parameter groups have different learning rates ({', '.join(map(str, sorted(rates)))}), and the schedule "
             'would overwrite them: give a group "lr_multiplier", its rate relative to --learning_rate'
         )
     for group in optimizer.param_groups:
