@@ -27,8 +27,8 @@ def base_dtype(model: FlatModel) -> str:
 
 
 def final_dtype(args: CommonArgs, base: str) -> str:
-    """The dtype of the final model: training uses float32, and a bfloat16 base leaves as bfloat16. Adapters
-    stay float32."""
+    """The dtype of the final model: training uses float32, and a model that was bfloat16 is written in
+    bfloat16. Adapters stay float32."""
     if args.use_peft and not args.merge_lora:
         return "float32"
     return args.dtype if args.dtype == "bfloat16" else base
@@ -56,17 +56,19 @@ def write_model(
 
     weights: see gather_weights. dtype: what a model's weights are rounded to, if they are.
     """
-    lm, part = wrapper.lm, part_of(wrapper, weights, "lm.")
+    lm = wrapper.lm
+    part = part_of(wrapper, weights, "lm.")
     if hasattr(lm, "peft_config"):
         write_adapter(lm, folder, part)
         (folder / CARD).unlink(missing_ok=True)  # peft's says little, and contains the base's local path
     else:
         save_rounded(lm, folder, part, dtype)
     tokenizer.save_pretrained(folder)
-    if own := {
-        name: w.detach().cpu().clone().contiguous() for name, w in part_of(wrapper, weights, "extra.").items()
-    }:
-        save_file(own, folder / EXTRA)
+    extra = part_of(wrapper, weights, "extra.")
+    for name, w in extra.items():
+        extra[name] = w.detach().cpu().clone().contiguous()
+    if extra:
+        save_file(extra, folder / EXTRA)
 
 
 def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype: str | None) -> None:
@@ -76,23 +78,30 @@ def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype:
     """
     if dtype is None:
         return lm.save_pretrained(folder, state_dict=weights)
-    target, kept = (
-        getattr(torch, dtype),
-        {*(lm._keep_in_fp32_modules or ()), *(lm._keep_in_fp32_modules_strict or ())},
-    )
-    round_to = {
-        name: target
-        for name, w in weights.items()
-        if w.is_floating_point() and w.dtype != target and not any(part in name for part in kept)
-    }
-    lm.save_pretrained(
-        folder, state_dict={name: w.to(round_to.get(name, w.dtype)) for name, w in weights.items()}
-    )
-    if round_to:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-            part.update({name: dtype for name in ("dtype", "torch_dtype") if name in part})
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    target = getattr(torch, dtype)
+    kept = {*(lm._keep_in_fp32_modules or ()), *(lm._keep_in_fp32_modules_strict or ())}
+    rounded = {}
+    changed = False
+    for name, w in weights.items():
+        if w.is_floating_point() and not any(part in name for part in kept):
+            changed = changed or w.dtype != target
+            w = w.to(target)
+        rounded[name] = w
+    lm.save_pretrained(folder, state_dict=rounded)
+    if changed:
+        _name_dtype(folder / "config.json", dtype)
+
+
+def _name_dtype(path: Path, dtype: str) -> None:
+    """Write the dtype of the weights into a config.json, for the model and its parts."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for part in [config, *config.values()]:
+        if not isinstance(part, dict):
+            continue
+        for name in ("dtype", "torch_dtype"):
+            if name in part:
+                part[name] = dtype
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remote_code: bool = False) -> None:
@@ -116,9 +125,11 @@ def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remot
 def part_of(model: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The weights under a name prefix, with the prefix removed; a tied weight, listed under each of its
     names, only once."""
-    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
-    return {
-        name.removeprefix(prefix): w
-        for name, w in weights.items()
-        if name.startswith(prefix) and name not in tied
-    }
+    once = dict(model.named_parameters())
+    all_names = dict(model.named_parameters(remove_duplicate=False))
+    part = {}
+    for name, w in weights.items():
+        is_repeated = name in all_names and name not in once
+        if name.startswith(prefix) and not is_repeated:
+            part[name.removeprefix(prefix)] = w
+    return part
