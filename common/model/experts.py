@@ -17,7 +17,7 @@ micro-batch adds `E/T · Σ f_e · p_e`, a sum over its tokens, once f_e is know
 micro-batch is counted during its own pass; each other one of a process costs a forward pass without gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import functools
 import itertools
@@ -48,37 +48,49 @@ def expert_modules(lm: nn.Module) -> list[nn.Module]:
 
 def routing_size(lm: nn.Module) -> tuple[int, int] | None:
     """(experts per layer, experts per token) of a mixture of experts that exposes its routing; else None."""
-    config, recorded = lm.config.get_text_config(), getattr(lm.base_model, "_can_record_outputs", None) or {}
+    recorded = getattr(lm.base_model, "_can_record_outputs", None) or {}
     # Doge's config counts experts even for a dense model
     if "router_logits" not in recorded or not expert_modules(lm):
         return None
-    found = (
-        next((n for name in names if (n := getattr(config, name, None))), None) for names in (NUMBERS, CHOSEN)
-    )
-    experts, chosen = (max(n) if isinstance(n, list) else n for n in found)  # a list has one number per layer
+    experts = _number_in(lm.config, NUMBERS)
+    chosen = _number_in(lm.config, CHOSEN)
     return (experts, chosen) if experts and chosen else None
+
+
+def _number_in(config: "PreTrainedConfig", names: Sequence[str]) -> int:
+    """The number under the first of these names that a configuration has; 0 if it has none."""
+    config = config.get_text_config()
+    for name in names:
+        number = getattr(config, name, None)
+        if number:
+            return max(number) if isinstance(number, list) else number  # a list has one for each layer
+    return 0
 
 
 def idle_parameters(lm: nn.Module) -> float:
     """How many of the experts' parameters a token does not use."""
-    if (size := routing_size(lm)) is None:
+    size = routing_size(lm)
+    if size is None:
         return 0.0
     experts, chosen = size
-    return (1 - chosen / experts) * sum(
-        p.numel() for module in expert_modules(lm) for p in module.parameters()
-    )
+    total = 0
+    for module in expert_modules(lm):
+        total += sum(p.numel() for p in module.parameters())
+    return (1 - chosen / experts) * total
 
 
 def mixtral_config(
     shape: dict[str, Any], num_experts: int, chosen: int, width: int | None
 ) -> "PreTrainedConfig":
-    """A Llama-type configuration, whose MLPs become mixtures of experts. chosen: experts of a token; width:
-    of an expert, by default such that those of a token are together as wide as the MLP would be."""
+    """A Llama-type configuration whose MLPs become mixtures of experts. chosen: experts per token. width: of an
+    expert; by default the experts of a token are together as wide as the MLP would be."""
     from transformers import LlamaConfig, MixtralConfig
 
     if chosen > num_experts:
         raise UserError(f"--num_experts_per_tok {chosen}: there are only {num_experts} (--num_experts)")
-    shape = shape | {"intermediate_size": width or math.ceil(shape["intermediate_size"] / chosen / 32) * 32}
+    if not width:
+        width = math.ceil(shape["intermediate_size"] / chosen / 32) * 32
+    shape = shape | {"intermediate_size": width}
     rope = LlamaConfig().rope_parameters  # Mixtral's defaults are for 32k tokens
     return MixtralConfig(
         **shape, num_local_experts=num_experts, num_experts_per_tok=chosen, rope_parameters=rope
@@ -89,7 +101,12 @@ class Experts:
     """The routing of a model's tokens, one window at a time.
 
     Call `begin`, then run the passes with gradient (the model calls `add` for each), then `finish`; or
-    `give_up`.
+    `give_up`. With a load-balancing loss:
+
+        begin    counts every micro-batch but the first, in passes without gradient
+        add      counts the first one, and adds the counts of all processes: now the loss is known
+        add ...  the other micro-batches
+        finish   the metrics
     """
 
     def __init__(self, lm: nn.Module, aux_coef: float = 0.0):
@@ -99,34 +116,44 @@ class Experts:
         self.aux_coef = aux_coef
         # whether routers return probabilities rather than logits: Gemma 4
         self.shows_probabilities: bool | None = None
-        self.watches = False  # whether the current pass belongs to a window
+        self.recording = False  # whether passes belong to a window
         self.counting = False  # whether the current pass only counts, without gradient
-        self.agreed = True  # whether the whole window's counts are known to all processes
+        self.counts_synced = True  # whether the whole window's counts are known to all processes
         # for each layer, the experts that each token of the current pass chose
-        self.heard: list[Tensor] | None = None
+        self.choices: list[Tensor] | None = None
         for module in expert_modules(lm):
-            module.register_forward_pre_hook(self._hear, with_kwargs=True)
+            module.register_forward_pre_hook(self._record_choice, with_kwargs=True)
 
-    def _hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.heard is not None:  # otherwise sampling, or a recomputed block
-            found = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-            self.heard += [x for x in found if not x.is_floating_point() and x.dim() == 2][:1]
+    def records_pass(self) -> bool:
+        """Whether the routing of the pass that now begins is recorded."""
+        return self.recording and (torch.is_grad_enabled() or self.counting)
+
+    def _record_choice(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.choices is None:  # sampling, or a recomputed block
+            return
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and not x.is_floating_point() and x.dim() == 2:
+                self.choices.append(x)
+                return
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[list[Tensor]]:
-        """Collect the experts chosen in each layer while the context is active."""
-        self.heard = heard = []
+    def recording_choices(self, choices: list[Tensor]) -> Iterator[None]:
+        """Add to a list the experts chosen in each layer while the context is active."""
+        self.choices = choices
         try:
-            yield heard
+            yield
         finally:
-            self.heard = None
+            self.choices = None
 
     def begin(self, accelerator: Accelerator, model: nn.Module, window: Window) -> None:
         """Start a window. Called on every process. With a load-balancing loss, runs all micro-batches but the
         first through the model (as prepared) to count."""
-        self.accelerator, self.device = accelerator, accelerator.device
-        self.watches, self.calls, self.num_calls = True, 0, len(window)
-        self.agreed = not self.aux_coef
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.recording = True
+        self.calls = 0
+        self.num_calls = len(window)
+        self.counts_synced = not self.aux_coef
         self.own_tokens = sum(len(sequence["input_ids"]) for sequence in window.sequences)
         self.tokens = None
         self.counts = self.probabilities = self.load = None
@@ -142,55 +169,60 @@ class Experts:
         finally:
             self.counting = False
 
-    def add(self, batch: Batch, logits: tuple[Tensor, ...], chosen: list[Tensor]) -> Tensor:
+    def add(self, batch: Batch, logits: list[Tensor], chosen: list[Tensor]) -> Tensor:
         """Record a pass over a micro-batch. Returns its addition to the loss, ().
 
         logits (T, E) and chosen (T, k) of each layer.
         """
-        weights, self.shape = _token_weights(batch), (len(logits), logits[0].shape[-1])  # (T,)
+        weights = _token_weights(batch)  # (T,)
+        L, E = self.shape = len(logits), logits[0].shape[-1]
         if self.shows_probabilities is None:  # checked once, because it synchronises with the device
-            sums, least = logits[0].detach().float().sum(-1), logits[0].detach().min()
-            self.shows_probabilities = bool(((sums - 1).abs() < 0.02).all() & (least >= 0))
+            first = logits[0].detach()
+            sums_to_1 = (first.float().sum(-1) - 1).abs() < 0.02
+            self.shows_probabilities = bool(sums_to_1.all() & (first.min() >= 0))
         if self.shows_probabilities:
-            logits = tuple(x.float().clamp(min=1e-30).log() for x in logits)
+            logits = [x.float().clamp(min=1e-30).log() for x in logits]
         if len(chosen) != len(logits):
             chosen = [x.topk(self.chosen_experts, dim=-1).indices for x in logits]
-        # (L, E)
-        counts = torch.stack([_count(c, weights, x.shape[-1]) for c, x in zip(chosen, logits, strict=True)])
+        counts = torch.stack([_count(c, weights, E) for c in chosen])  # (L, E)
         if self.counting:
-            self.counted = counts + (0 if self.counted is None else self.counted)
+            self.counted = _sum(self.counted, counts)
             return weights.new_zeros(())
         self.calls += 1
-        if not self.agreed:
-            self._exchange(counts if self.counted is None else counts + self.counted)
-        # (L, E)
-        probabilities = torch.stack([(weights[:, None] * x.float().softmax(-1)).sum(0) for x in logits])
-        self.counts = counts if self.counts is None else self.counts + counts
-        known = probabilities.detach().to(counts.dtype)
-        self.probabilities = known if self.probabilities is None else self.probabilities + known
+        if not self.counts_synced:
+            self._sync(_sum(self.counted, counts))
+        probabilities = []
+        for x in logits:
+            weighted = weights[:, None] * x.float().softmax(-1)
+            probabilities.append(weighted.sum(0))
+        probabilities = torch.stack(probabilities)  # (L, E)
+        self.counts = _sum(self.counts, counts)
+        self.probabilities = _sum(self.probabilities, probabilities.detach().to(counts.dtype))
         if not self.aux_coef:
             return weights.new_zeros(())
-        T, (L, E) = self.tokens.clamp(min=1).float(), counts.shape
+        T = self.tokens.clamp(min=1).float()
         return self.aux_coef * E / L * (self.load.float() / T * probabilities).sum() / T
 
-    def _exchange(self, load: Tensor) -> None:
+    def _sync(self, load: Tensor) -> None:
         """Sum this process's counts (L, E) of the window, and its tokens, over all processes."""
-        both = torch.cat([load.flatten(), load.new_full((1,), self.own_tokens)])
-        both = self.accelerator.reduce(both, "sum")
-        self.load, self.tokens, self.agreed = both[:-1].view(load.shape), both[-1], True
+        sums = torch.cat([load.flatten(), load.new_full((1,), self.own_tokens)])
+        sums = self.accelerator.reduce(sums, "sum")
+        self.load = sums[:-1].view(load.shape)
+        self.tokens = sums[-1]
+        self.counts_synced = True
 
     def give_up(self) -> None:
         """Abandon the window before it is restarted for lack of memory. Sends this process's counts if the
         others may still wait for them."""
-        self.watches = False
-        if not self.agreed:
-            self._exchange(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
+        self.recording = False
+        if not self.counts_synced:
+            self._sync(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
 
     @torch.no_grad()
     def finish(self) -> dict[str, Tensor]:
         """End the window; returns its metrics, the same on each process. Raises ValueError if the loss needs
         it and the script did not call the model with gradient exactly once per micro-batch."""
-        self.watches = False
+        self.recording = False
         if self.aux_coef and self.calls != self.num_calls:
             raise ValueError(
                 f"{self.calls} calls of the model with gradient on {self.num_calls} micro-batches: expected one each"
@@ -199,10 +231,10 @@ class Experts:
             return {}
         L, E = self.counts.shape
         tokens = self.counts.new_full((1,), self.own_tokens)
-        sums = self.accelerator.reduce(
-            torch.cat([self.counts.flatten(), self.probabilities.flatten(), tokens]), "sum"
-        )
-        (self.counts, probabilities), T = sums[:-1].view(2, L, E), sums[-1].clamp(min=1)
+        sums = torch.cat([self.counts.flatten(), self.probabilities.flatten(), tokens])
+        sums = self.accelerator.reduce(sums, "sum")
+        self.counts, probabilities = sums[:-1].view(2, L, E)
+        T = sums[-1].clamp(min=1)
         mean = self.counts.mean(-1, keepdim=True).clamp(min=1e-9)
         return {
             "moe/aux_loss": E / L * (self.counts / T * probabilities / T).sum(),
@@ -217,7 +249,8 @@ def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
 
     Raises UserError for the flag if the model has no experts.
     """
-    config, size, aux_coef = lm.config.get_text_config(), routing_size(lm), args.router_aux_loss_coef
+    aux_coef = args.router_aux_loss_coef
+    size = routing_size(lm)
     if size is None:
         if aux_coef:
             raise UserError(
@@ -225,20 +258,24 @@ def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
             )
         return None
     if aux_coef is None:
-        known = getattr(config, "router_aux_loss_coef", None) or 0.0
-        aux_coef = known if getattr(config, "output_router_logits", False) else 0.0
+        config = lm.config.get_text_config()
+        aux_coef = 0.0
+        if getattr(config, "output_router_logits", False):
+            aux_coef = getattr(config, "router_aux_loss_coef", None) or 0.0
+    num_experts, chosen = size
     layers = len(expert_modules(lm))
     follow_autocast()
     say(
-        f"experts: {size[0]} in each of {layers} layers, {size[1]} for each token; {aux_coef:g} · load-balancing loss"
+        f"experts: {num_experts} in each of {layers} layers, {chosen} for each token; {aux_coef:g} · load-balancing loss"
     )
     return Experts(lm, aux_coef)
 
 
 @functools.cache
 def follow_autocast() -> None:
-    """Let transformers' products of all experts at once follow autocast, which PyTorch's do not: in float32 a
-    GPU has no kernel for them, but one product after another, and waits for the host before each layer."""
+    """Let transformers' products of all experts at once follow autocast, as PyTorch's function for them does
+    not: in float32 a GPU has no kernel for it, computes one product after another, and waits for the host
+    before each layer."""
     from transformers.integrations import moe
 
     stock = moe._grouped_mm
@@ -252,16 +289,20 @@ def follow_autocast() -> None:
 def _token_weights(batch: Batch) -> Tensor:
     """The number of sequence tokens that each token of the flat row represents, (T,) float32; 0 in a
     filler."""
-    T, shown = batch["input_ids"].shape[1], batch["sequence_mask"][0]
+    T = batch["input_ids"].shape[1]
+    row_weight = batch["sequence_mask"][0]
     if batch["token_map"] is None:
-        return shown.expand(T)
+        return row_weight.expand(T)
     times = np.bincount(batch["token_map"], minlength=T).astype(np.float32)
-    return to_device(times, shown.device) * shown
+    return to_device(times, row_weight.device) * row_weight
+
+
+def _sum(so_far: Tensor | None, more: Tensor) -> Tensor:
+    return more if so_far is None else so_far + more
 
 
 def _count(chosen: Tensor, weights: Tensor, E: int) -> Tensor:
     """The number of tokens that chose each expert, (E,); chosen (T, k)."""
     weights = weights.to(finest_dtype(weights.device))
-    return weights.new_zeros(E).index_add_(
-        0, chosen.flatten().long(), weights.repeat_interleave(chosen.shape[-1])
-    )
+    repeated = weights.repeat_interleave(chosen.shape[-1])
+    return weights.new_zeros(E).index_add_(0, chosen.flatten().long(), repeated)

@@ -14,7 +14,7 @@ from common.collators import Batch
 from common.errors import UserError
 from common.memory import to_device
 from common.model import hybrids, lm_head
-from common.model.attention import FlatRow, first_occurrences, plan_flat_row
+from common.model.attention import FlatRow, first_occurrences, pad_groups, plan_flat_row
 from common.model.hybrids import is_hybrid
 import numpy as np
 import torch
@@ -48,8 +48,36 @@ class _States(NamedTuple):
 
     hidden: Tensor  # (T, D)
     predicting: Tensor | None  # (N, D): the states that predict the targets
-    routers: tuple[Tensor, ...] | None = None  # if requested, (T, experts) for each MoE layer
+    routers: list[Tensor] | None = None  # if requested, (T, experts) for each MoE layer
     chosen: Sequence[Tensor] = ()  # the chosen experts of each layer, (T, k), if they could be observed
+
+
+class _Pass(NamedTuple):
+    """A flat row's pass through the body of a model: a call for the row, or for each of several padded
+    batches."""
+
+    outputs: list[Any]  # of transformers' model, one for each call
+    # (T,) int64: the place of each token of the row in the outputs laid end to end; None: one output, in order
+    order: Tensor | None = None
+
+    def in_row(self, parts: Sequence[Tensor]) -> Tensor:
+        """A tensor of each call, (..., size) -> (T, size)."""
+        parts = [part.reshape(-1, part.shape[-1]) for part in parts]
+        return parts[0] if self.order is None else torch.cat(parts)[self.order]
+
+    def hidden(self) -> Tensor:
+        """(T, D)."""
+        return self.in_row([out.last_hidden_state for out in self.outputs])
+
+    def routers(self) -> list[Tensor]:
+        """(T, experts) for each MoE layer."""
+        layers = zip(*[out.router_logits for out in self.outputs], strict=True)
+        return list(map(self.in_row, layers))
+
+    def chosen(self, choices: list[Tensor]) -> list[Tensor]:
+        """(T, k) for each MoE layer. choices: of each layer of the first call, then of the second, ..."""
+        num_layers = len(choices) // len(self.outputs)
+        return [self.in_row(choices[layer::num_layers]) for layer in range(num_layers)]
 
 
 class FlatModel(nn.Module):
@@ -68,7 +96,7 @@ class FlatModel(nn.Module):
         self.extra = nn.ModuleDict()
         self.padded = padded
         self.hybrid: Any = hybrids.Hybrid(lm) if is_hybrid(lm) else None
-        self.draws_nothing = False  # see disable_dropout
+        self.dropout_off = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
         self.experts: Any = None  # of a mixture of experts, an experts.Experts; set by load_model
         # read by FSDP's wrapping policy
@@ -82,9 +110,10 @@ class FlatModel(nn.Module):
         """As for any module, except that if dropout is disabled only recomputed blocks enter training
         mode."""
         super().train(mode)
-        if self.draws_nothing:
+        if self.dropout_off:
             for module in self.lm.modules():
-                module.training = mode and bool(getattr(module, "gradient_checkpointing", False))
+                is_recomputed = bool(getattr(module, "gradient_checkpointing", False))
+                module.training = mode and is_recomputed
         return self
 
     def tie_weights(self) -> None:
@@ -120,40 +149,41 @@ class FlatModel(nn.Module):
         value without gradient is an error. Raises ValueError for nll_weights of another length, or that (or a
         temperature that) require a gradient; UserError for a sequence longer than the model's positions.
         """
-        if any(getattr(value, "requires_grad", False) for value in (nll_weights, temperature)):
-            raise ValueError(
-                "nll_weights and temperature get no gradient here: weigh out.logps, or divide in map_logits"
-            )
+        for value in (nll_weights, temperature):
+            if getattr(value, "requires_grad", False):
+                raise ValueError(
+                    "nll_weights and temperature get no gradient here: weigh out.logps, or divide in map_logits"
+                )
         if nll_weights is not None and nll_weights.shape != batch["input_ids"].shape[1:]:
             raise ValueError(
                 f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens"
             )
         check_positions(self, max(batch["lengths"]))
-        watched = (
-            self.experts is not None
-            and self.experts.watches
-            and (torch.is_grad_enabled() or self.experts.counting)
-        )
-        states, predicting, routers, chosen = self._run_body(batch, watched)
-        aux_loss = self.experts.add(batch, routers, chosen) if watched else 0.0
-        if watched and self.experts.counting:
-            return Output(states.new_zeros(len(states)))
+        recording = self.experts is not None and self.experts.records_pass()
+        states, predicting, routers, chosen = self._run_body(batch, recording)
+        aux_loss = 0.0
+        if recording:
+            aux_loss = self.experts.add(batch, routers, chosen)
+            if self.experts.counting:
+                return Output(states.new_zeros(len(states)))
         targets = batch["targets"]
-        predicting = base_lm(self.lm), predicting
+        inner = base_lm(self.lm)
         tokens = batch["input_ids"][0, targets]
         # (N,) 1; 0 if a row without a trained token scores one anyway. A script may put weights into the mask.
         counts = (batch["loss_mask"][targets] != 0).float()
         nll = mapped = None
         if nll_weights is not None:
-            nll, scores = lm_head.weighted_nll(
-                *predicting, tokens, nll_weights[targets] * counts, temperature
-            )
+            weights = nll_weights[targets] * counts
+            nll, scores = lm_head.weighted_nll(inner, predicting, tokens, weights, temperature)
         else:
             entropy = entropy or entropy_grad
             scores = lm_head.log_probs(
-                *predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad
+                inner, predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad
             )
-        rows = [s.new_zeros(len(states)).index_put((targets,), s * counts) for s in scores]
+        rows = []
+        for s in scores:
+            row = s.new_zeros(len(states))
+            rows.append(row.index_put((targets,), s * counts))
         logps, entropies, correct = rows if len(rows) == 3 else (rows[0], None, None)
         if torch.is_grad_enabled():
             if nll_weights is not None:
@@ -162,8 +192,9 @@ class FlatModel(nn.Module):
                 why = "entropy: it has a gradient with entropy_grad=True and without nll_weights"
                 entropies = without_gradient(entropies, states, why)
         if map_logits is not None:
-            mapped = lm_head.map_logits(*predicting, targets, map_logits, temperature)
-            mapped = mapped * counts.to(mapped.dtype).view(-1, *[1] * (mapped.dim() - 1))
+            mapped = lm_head.map_logits(inner, predicting, targets, map_logits, temperature)
+            factors = counts.to(mapped.dtype)
+            mapped = mapped * factors.view(-1, *[1] * (mapped.dim() - 1))
         return Output(
             logps,
             entropies,
@@ -176,8 +207,11 @@ class FlatModel(nn.Module):
         )
 
     def _call_extra(self, name: str, states: Tensor) -> Tensor:
-        first = next((p for p in self.extra[name].parameters() if p.is_floating_point()), states)
-        return self.extra[name](states.to(first.dtype))
+        module = self.extra[name]
+        for p in module.parameters():
+            if p.is_floating_point():
+                return module(states.to(p.dtype))
+        return module(states)
 
     def hidden(self, batch: Batch) -> Tensor:
         """The hidden states that the LM head reads, (T, D)."""
@@ -189,42 +223,40 @@ class FlatModel(nn.Module):
         check_positions(self, max(batch["lengths"]))
         return self._run_body(batch).predicting
 
-    def _run_body(self, batch: Batch, watched: bool = False) -> "_States":
-        """watched: with the routing of a mixture of experts."""
+    def _run_body(self, batch: Batch, recording: bool = False) -> _States:
+        """recording: with the routing of a mixture of experts."""
         # a cache or any attention_mask would let sequences see each other
         options: dict[str, Any] = {"use_cache": False}
-        if watched:
+        if recording:
             options["output_router_logits"] = True
-        previous, first = batch.get("previous"), None
+        previous = batch.get("previous")
+        first = None  # of each token of the row, its first place in a row without sharing
         longest_alike = self.hybrid.max_unscaled_length if self.hybrid else math.inf
         if padding_matters(self):
             longest_alike = 0
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
             # a shared prefix has different states in each sequence
             batch, first = hybrids.unshared(batch)
-            previous = None if previous is None else first[batch["targets"]] - 1
-        listening = self.experts.listening() if watched else contextlib.nullcontext([])
-        with listening as chosen:
-            call = self._call_padded if self.padded else self._call_flat
-            outputs, to_row = call(batch, options)
-            hidden = to_row([out.last_hidden_state for out in outputs])
+            if previous is not None:
+                previous = first[batch["targets"]] - 1
+        call = self._call_padded if self.padded else self._call_flat
+        choices: list[Tensor] = []
+        with self.experts.recording_choices(choices) if recording else contextlib.nullcontext():
+            body_pass = call(batch, options)
+        hidden = body_pass.hidden()
         predicting = None if previous is None else hidden.index_select(0, previous)
-        hidden = hidden if first is None else hidden[first]
-        if not watched:
+        if first is not None:
+            hidden = hidden[first]
+        if not recording:
             return _States(hidden, predicting)
-        layers = len(chosen) // len(outputs)  # of each call
-        parts = (
-            zip(*(out.router_logits for out in outputs), strict=True),
-            (chosen[i::layers] for i in range(layers)),
-        )
-        routers, chosen = ([to_row(x) if first is None else to_row(x)[first] for x in each] for each in parts)
-        return _States(hidden, predicting, tuple(routers), chosen)
+        routers = body_pass.routers()
+        chosen = body_pass.chosen(choices)
+        if first is not None:
+            routers = [x[first] for x in routers]
+            chosen = [x[first] for x in chosen]
+        return _States(hidden, predicting, routers, chosen)
 
-    def _call_flat(
-        self, batch: Batch, options: dict[str, Any]
-    ) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
-        """The outputs of transformers' model, here one, and a function that brings a tensor of each to shape
-        (T, ...)."""
+    def _call_flat(self, batch: Batch, options: dict[str, Any]) -> _Pass:
         flat_row = plan_flat_row(batch["lengths"], batch["input_ids"].device, batch.get("token_map"))
         inputs = {
             "input_ids": batch["input_ids"],
@@ -232,20 +264,18 @@ class FlatModel(nn.Module):
             "flat_row": flat_row,
         }
         with self.calling(batch["lengths"], flat_row):
-            return [body(self.lm)(**inputs, **options)], lambda parts: parts[0].reshape(
-                -1, parts[0].shape[-1]
-            )
+            return _Pass([body(self.lm)(**inputs, **options)])
 
-    def _call_padded(
-        self, batch: Batch, options: dict[str, Any]
-    ) -> tuple[list[Any], Callable[[Sequence[Tensor]], Tensor]]:
-        """As `_call_flat`, with the sequences as rows of a padded batch; of several, each of sequences of
-        equal length, where padding would change them.
+    def _call_padded(self, batch: Batch, options: dict[str, Any]) -> _Pass:
+        """The sequences as rows of a padded batch; of several, each of sequences of equal length, where
+        padding would change them.
 
         Raises UserError for several with sharded weights, because processes then wait for each other in every
         call.
         """
-        ids, lengths, token_map = batch["input_ids"][0], np.array(batch["lengths"]), batch.get("token_map")
+        ids = batch["input_ids"][0]
+        lengths = np.array(batch["lengths"])
+        token_map = batch.get("token_map")
         if token_map is not None:
             ids = ids[to_device(token_map, ids.device)]
         groups = [np.arange(len(lengths))]
@@ -255,22 +285,19 @@ class FlatModel(nn.Module):
             raise UserError(
                 f"{type(base_lm(self.lm)).__name__} is not padded: with sharded weights one sequence at a time"
             )
-        sequences, starts, outputs, filled = ids.split(lengths.tolist()), lengths.cumsum() - lengths, [], 0
-        # of each token in the outputs; known here, a mask would be asked of the device
-        place = np.empty(len(ids), np.int64)
+        sequences = ids.split(lengths.tolist())
+        outputs = []
         for group in groups:
             padded = nn.utils.rnn.pad_sequence([sequences[s] for s in group], batch_first=True)
-            for row, s in enumerate(group):
-                place[starts[s] : starts[s] + lengths[s]] = (
-                    filled + row * padded.shape[1] + np.arange(lengths[s])
-                )
-            filled += padded.numel()
-            real = torch.arange(padded.shape[1]) < torch.from_numpy(lengths[group])[:, None]
+            is_real = np.arange(padded.shape[1]) < lengths[group, None]
+            mask = to_device(is_real, ids.device).long()
             with self.calling(lengths[group].tolist()):
-                mask = real.long().to(ids.device)
                 outputs.append(body(self.lm)(input_ids=padded, attention_mask=mask, **options))
-        order = to_device(place if token_map is None else place[first_occurrences(token_map)], ids.device)
-        return outputs, lambda parts: torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])[order]
+        # computed on the host: to ask the mask would be to wait for the device
+        _, places = pad_groups(groups, lengths, lengths.cumsum())
+        if token_map is not None:
+            places = places[first_occurrences(token_map)]
+        return _Pass(outputs, to_device(places, ids.device))
 
     def calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
         """Context in which layers that look at the whole input know its sequences."""
@@ -313,7 +340,8 @@ def num_positions(model: FlatModel) -> float:
 def check_positions(model: FlatModel, longest: int, limits: str = "the length limits") -> None:
     """Raise UserError if the longest sequence exceeds the model's positions. limits: the flags that limit
     lengths."""
-    if longest > (most := num_positions(model)):
+    most = num_positions(model)
+    if longest > most:
         raise UserError(
             f"a sequence may have {longest} tokens, the model has {most} positions: lower {limits}"
         )
@@ -348,15 +376,8 @@ def padding_matters(model: FlatModel) -> bool:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 or ZeRO-3 shards the weights."""
-    return any(hasattr(m, "unshard") for m in model.modules()) or any(
-        hasattr(p, "ds_id") for p in model.parameters()
-    )
-
-
-def _zero_rates(owner: Any) -> None:
-    for name, value in list(vars(owner).items()):
-        if "drop" in name and isinstance(value, float):
-            setattr(owner, name, 0.0)
+    has_fsdp = any(hasattr(m, "unshard") for m in model.modules())
+    return has_fsdp or any(hasattr(p, "ds_id") for p in model.parameters())
 
 
 def disable_dropout(model: FlatModel) -> FlatModel:
@@ -369,8 +390,10 @@ def disable_dropout(model: FlatModel) -> FlatModel:
     for module in model.lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        _zero_rates(module)
-    model.draws_nothing = True
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    model.dropout_off = True
     return model.train(model.training)
 
 
@@ -385,8 +408,12 @@ def is_quantised(lm: nn.Module) -> bool:
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trained, all) parameters."""
     parameters = list(model.parameters())
-    counts = sizes(parameters)
-    return sum(n for n, p in zip(counts, parameters, strict=True) if p.requires_grad), sum(counts)
+    trained = total = 0
+    for p, size in zip(parameters, sizes(parameters), strict=True):
+        total += size
+        if p.requires_grad:
+            trained += size
+    return trained, total
 
 
 def sizes(parameters: Iterable[nn.Parameter]) -> list[int]:

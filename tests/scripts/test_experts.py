@@ -98,7 +98,7 @@ def test_a_restarted_window_is_the_same(launch, moe, monkeypatch, capsys):
     forward = FlatModel.forward
 
     def limited(self, batch, *args, **kwargs):
-        if self.experts.watches and len(batch["lengths"]) > 4:
+        if self.experts.recording and len(batch["lengths"]) > 4:
             raise torch.OutOfMemoryError
         return forward(self, batch, *args, **kwargs)
 
