@@ -72,78 +72,79 @@ def add_lora(
         )
     try:
         if checkpoint is None and start is None:
-            lm = peft.get_peft_model(
-                model.lm, _new_config(args, model.lm, new_tokens), revision=args.model_revision
-            )
+            config = _new_config(args, model.lm, new_tokens)
+            lm = peft.get_peft_model(model.lm, config, revision=args.model_revision)
         else:
             lm = peft.PeftModel.from_pretrained(model.lm, checkpoint or start, is_trainable=True)
     except ValueError as error:
-        reason = " ".join(str(error).split())
-        flags = (
-            "--lora_target_modules, --lora_dropout or --use_dora" if start is None else f"the adapter {start}"
-        )
-        raise UserError(f"{flags}: {reason}") from None
+        cause = "--lora_target_modules, --lora_dropout or --use_dora"
+        if start is not None:
+            cause = f"the adapter {start}"
+        raise UserError(f"{cause}: {error}") from None
     if args.merge_lora:
         check_mergeable(lm)
-        if getattr(model.lm.config, "quantization_config", None) and not (
-            args.load_in_4bit or args.load_in_8bit
-        ):
+        quantised_here = args.load_in_4bit or args.load_in_8bit
+        if getattr(model.lm.config, "quantization_config", None) and not quantised_here:
             raise UserError(
                 f"--merge_lora: {base} is quantised: merge later, by tools.merge_lora with --base THE_MODEL"
             )
     if start is not None:
         lm.load_adapter(str(start), START)
         lm.set_adapter(TRAINED)  # before peft 0.21, loading another adapter freezes this one
-    for config in lm.peft_config.values():  # so that a local base is found from any folder
-        config.base_model_name_or_path = str(Path(base).resolve()) if Path(base).exists() else base
+    if Path(base).exists():
+        base = str(Path(base).resolve())  # a local base is found from any folder
+    for config in lm.peft_config.values():
+        config.base_model_name_or_path = base
     _use_token_rows(lm)
     return FlatModel(lm, padded=model.padded)
 
 
 def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
     """Write the trained adapter of a peft model, with what `generate()` needs to know."""
-    only_rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # of the embedding
-    options = {"selected_adapters": [TRAINED], "save_embedding_layers": False if only_rows else "auto"}
-    lm.save_pretrained(folder, state_dict=weights, **options)
+    trains_rows = lm.peft_config[TRAINED].trainable_token_indices is not None  # of the embedding
+    whole_embedding = False if trains_rows else "auto"
+    lm.save_pretrained(
+        folder, state_dict=weights, selected_adapters=[TRAINED], save_embedding_layers=whole_embedding
+    )
     lm.get_base_model().generation_config.save_pretrained(folder)
 
 
 def check_mergeable(lm: nn.Module) -> None:
-    """Raise UserError if an adapter's weight is another layer's, too, which merging would change as well:
-    Zamba2's shared blocks, an embedding with a tied head."""
-    layers = Counter(id(weight) for module in lm.modules() for weight in module._parameters.values())
+    """Raise UserError if a layer with an adapter shares its weight with another layer, which merging would
+    change as well: Zamba2's shared blocks, an embedding with a tied head."""
+    layers: Counter[int] = Counter()  # that have a weight, by its id
+    for module in lm.modules():
+        layers.update(map(id, module._parameters.values()))
     for name, module in lm.named_modules():
-        if hasattr(module, "lora_A") and hasattr(module, "base_layer"):  # parameter_name: of stacked experts
-            weight = getattr(module.get_base_layer(), getattr(module, "parameter_name", "weight"))
-            if layers[id(weight)] > 1:
-                others = "others can: --lora_target_modules"
-                raise UserError(
-                    f"{name} shares its weight with another layer: its adapter cannot be merged ({others})"
-                )
+        if not hasattr(module, "lora_A") or not hasattr(module, "base_layer"):
+            continue
+        weight_name = getattr(module, "parameter_name", "weight")  # parameter_name: of stacked experts
+        weight = getattr(module.get_base_layer(), weight_name)
+        if layers[id(weight)] > 1:
+            raise UserError(
+                f"{name} shares its weight with another layer: its adapter cannot be merged "
+                "(others can: --lora_target_modules)"
+            )
 
 
 def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "LoraConfig":
     """The settings of a new adapter, excluding vision towers and, unless they are named, the routers of
     experts."""
-    peft, wanted = import_peft("--use_peft"), args.lora_target_modules
-    everything = wanted is None or [name.lower() for name in wanted] in (["all-linear"], ["all"])
+    peft = import_peft("--use_peft")
+    targets = args.lora_target_modules
+    everything = targets is None or list(map(str.lower, targets)) in (["all-linear"], ["all"])
     unfit = UNFIT.get(lm.config.model_type, ())
-    if not everything and (named := [name for name in wanted if name in unfit]):
-        raise UserError(
-            f"--lora_target_modules {named[0]}: adapters do not fit this layer of {type(lm).__name__}"
-        )
-    for target in [] if everything else wanted:  # peft passes over a misspelt one beside a right one
-        layers = (name for name, _ in [*lm.named_modules(), *lm.named_parameters()])
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            raise UserError(f"--lora_target_modules {target}: no layer of {type(lm).__name__} has this name")
+    if not everything:
+        _check_targets(lm, targets, unfit)
     left_out = [rf".*\.{name}" for name in unfit]
-    decoder, names = lm.get_decoder(), {id(module): name for name, module in lm.named_modules()}
-    head, prefix = lm.get_output_embeddings(), names.get(id(decoder), "")
-    linear = [
-        name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module is not head
-    ]
-    if not all(name.startswith(prefix) for name in linear):  # a vision or audio tower
-        left_out.append(rf"(?!{re.escape(prefix)}\.).*")
+    names = _names(lm)
+    prefix = names.get(id(lm.get_decoder()), "")
+    head = lm.get_output_embeddings()
+    for name, module in lm.named_modules():
+        is_linear = isinstance(module, nn.Linear) and module is not head
+        if is_linear and not name.startswith(prefix):  # of a vision or audio tower
+            left_out.append(rf"(?!{re.escape(prefix)}\.).*")
+            break
     if everything and any("experts" in name.split(".") for name in names.values()):
         left_out.append(GATE)
     config = peft.LoraConfig(
@@ -152,7 +153,7 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         lora_dropout=args.lora_dropout,
         use_dora=args.use_dora,
         use_rslora=args.use_rslora,
-        target_modules="all-linear" if everything else wanted,
+        target_modules="all-linear" if everything else targets,
         exclude_modules="|".join(left_out) or None,
         trainable_token_indices=_rows_to_train(lm, new_tokens) if new_tokens else None,
         task_type="CAUSAL_LM",
@@ -162,16 +163,33 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers as convert
 
         convert(config, lm, None)
-        config.target_parameters = {
-            name for name in config.target_parameters or () if not re.fullmatch(GATE, name)
-        }
+        parameters = config.target_parameters or ()
+        config.target_parameters = {name for name in parameters if not re.fullmatch(GATE, name)}
     return config
 
 
+def _check_targets(lm: nn.Module, targets: list[str], unfit: Sequence[str]) -> None:
+    """Raise UserError for a target that no layer has, which peft passes over beside others, or that does not
+    fit."""
+    kind = type(lm).__name__
+    for target in targets:
+        if target in unfit:
+            raise UserError(f"--lora_target_modules {target}: adapters do not fit this layer of {kind}")
+    names = [f".{name}" for name, _ in [*lm.named_modules(), *lm.named_parameters()]]
+    for target in targets:
+        if not any(name.endswith(f".{target}") for name in names):
+            raise UserError(f"--lora_target_modules {target}: no layer of {kind} has this name")
+
+
+def _names(lm: nn.Module) -> dict[int, str]:
+    """The name of each module, by its id."""
+    return {id(module): name for name, module in lm.named_modules()}
+
+
 def import_peft(needed_for: str) -> ModuleType:
-    # imported by peft; it warns about a kernel that is not needed
+    # peft imports bitsandbytes, which warns about a kernel that is not needed
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # transformers' warning to peft, and one of peft about patterns that others of its patterns serve.
+    # one that transformers gives to peft; and one of peft, about a pattern for which it has another one
     warnings.filterwarnings("ignore", ".*(is_gradient_checkpointing|_pattern keys did not match)")
     try:
         import peft
@@ -194,15 +212,14 @@ def at_start(lm: nn.Module) -> Iterator[None]:
         with lm.disable_adapter():
             yield
         return
-    active = [
-        (module, module._active_adapter) for module in lm.modules() if hasattr(module, "_active_adapter")
-    ]
+    layers = [module for module in lm.modules() if hasattr(module, "_active_adapter")]
+    before = [module._active_adapter for module in layers]
     try:
-        for module, _ in active:
+        for module in layers:
             module._active_adapter = [START]
         yield
     finally:
-        for module, names in active:
+        for module, names in zip(layers, before, strict=True):
             module._active_adapter = names
 
 
@@ -211,14 +228,17 @@ def at_start(lm: nn.Module) -> Iterator[None]:
 
 def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[int]]:
     """For peft: the ids of trained rows, for the embedding and, unless it is tied, the head."""
-    embedding, head = lm.get_input_embeddings(), lm.get_output_embeddings()
+    embedding = lm.get_input_embeddings()
+    head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UserError(
             f"{len(new_tokens)} new tokens: of the head of {type(lm).__name__}, which has a bias, peft trains no rows"
         )
-    layers = [embedding] if head.weight is embedding.weight else [embedding, head]
-    names = {id(module): name for name, module in lm.named_modules()}
-    return {names[id(layer)]: sorted(new_tokens) for layer in layers}
+    names = _names(lm)
+    rows = {names[id(embedding)]: sorted(new_tokens)}
+    if head.weight is not embedding.weight:
+        rows[names[id(head)]] = sorted(new_tokens)
+    return rows
 
 
 def _use_token_rows(lm: nn.Module) -> None:
@@ -235,15 +255,17 @@ def _forward_with_rows(
     if self.disable_adapters or not active_adapters or self.merged:
         return out
     (adapter,) = active_adapters
-    rows, ids = (
-        self.trainable_tokens_delta[adapter],
-        torch.tensor(self.token_indices[adapter], device=x.device),
-    )
-    if isinstance(self.base_layer, nn.Embedding):
-        order = ids.argsort()
-        row = order[torch.searchsorted(ids[order], x).clamp(max=len(ids) - 1)]
-        own = F.embedding(row, rows)
-        if (scale := getattr(self.base_layer, "embed_scale", None)) is not None:  # Gemma
-            own = own * torch.as_tensor(scale).to(own.dtype)
-        return torch.where((ids[row] == x)[..., None], own.to(out.dtype), out)
-    return out.index_copy(-1, ids, F.linear(x, rows.to(x.dtype)).to(out.dtype))
+    rows = self.trainable_tokens_delta[adapter]
+    ids = torch.tensor(self.token_indices[adapter], device=x.device)
+    if not isinstance(self.base_layer, nn.Embedding):  # a head
+        logits = F.linear(x, rows.to(x.dtype))
+        return out.index_copy(-1, ids, logits.to(out.dtype))
+    order = ids.argsort()
+    place = torch.searchsorted(ids[order], x).clamp(max=len(ids) - 1)
+    row = order[place]  # of each token its row, or any one
+    embedded = F.embedding(row, rows)
+    scale = getattr(self.base_layer, "embed_scale", None)
+    if scale is not None:  # Gemma
+        embedded = embedded * torch.as_tensor(scale).to(embedded.dtype)
+    is_trained = ids[row] == x
+    return torch.where(is_trained[..., None], embedded.to(out.dtype), out)
