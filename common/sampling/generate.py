@@ -23,6 +23,7 @@ from common.sampling.padded import (
     WholeDecoder,
     cache_name,
     caches_join,
+    end_to_end,
     mixers_of,
     steps_as_trained,
 )
@@ -57,7 +58,7 @@ class Decoder(Protocol):
         """(n,) newest tokens -> (n, V) float32."""
 
 
-class Way(NamedTuple):
+class SamplingMethod(NamedTuple):
     """How a kind of model is sampled from."""
 
     # (prompts, prompt of each, longest)
@@ -89,30 +90,33 @@ def sample(
     A completion ends, unfinished, at the model's last position. Raises UserError for a longer prompt.
     """
     stop_ids = model.stop_ids if stop_ids is None else stop_ids
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if isinstance(max_new_tokens, int):
+        limits = [max_new_tokens] * len(prompts)
+    else:
+        limits = list(max_new_tokens)
     lengths = [len(prompt) for prompt in prompts]
     check_positions(model, max(lengths, default=0), "the length of the prompts")
     longest = 0  # tokens of a prompt and its completion
     for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
         limits[i] = min(limit, num_positions(model) - length + 1)
         longest = max(longest, length + limits[i])
-    way = way_to_sample(model, longest)
-    batch_size = batch_size or at_once(model, way, longest)
-    waiting = list(range(len(prompts)))
-    if way.equal_lengths:
+    method = choose_method(model, longest)
+    batch_size = batch_size or at_once(model, method, longest)
+    waiting = list(range(len(prompts)))  # indices of prompts
+    if method.equal_lengths:
         waiting.sort(key=lambda i: lengths[i])
     completions: dict[int, Sampled] = {}
-    with generating(model, way.attention) as lm:
+    with generating(model, method.attention) as lm:
         while waiting:
             members = waiting[:batch_size]
-            if way.equal_lengths:
+            if method.equal_lengths:
                 members = [i for i in members if lengths[i] == lengths[members[0]]]
             distinct, owner = distinct_prompts([prompts[i] for i in members])
             member_keys = [keys[i] for i in members]
             member_limits = [limits[i] for i in members]
             batch = None
             try:
-                decoder = way.decoder(distinct, owner, max(member_limits))
+                decoder = method.decoder(distinct, owner, max(member_limits))
                 batch = _sample_batch(
                     decoder, member_keys, stop_ids, member_limits, temperature, top_k, top_p
                 )
@@ -139,25 +143,26 @@ def distinct_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, 
     return list(indices), owner
 
 
-def way_to_sample(model: FlatModel, longest: int) -> Way:
+def choose_method(model: FlatModel, longest: int) -> SamplingMethod:
     """longest: the largest number of tokens of a prompt and its completion."""
     if not model.padded and not model.hybrid:
-        return Way(partial(FlatDecoder, model.lm), CACHED)
+        return SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
     # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
     if cache_name(model) is None or (model.hybrid and longest > model.hybrid.max_unscaled_length):
-        return Way(partial(WholeDecoder, model), FLAT)
+        return SamplingMethod(partial(WholeDecoder, model), FLAT)
     if not model.padded and not mixers_of(model):
-        return Way(partial(FlatDecoder, model.lm), CACHED)
+        return SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
     inner = base_lm(model.lm)
     equal_lengths = model.padded or not caches_join(inner)
-    return Way(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
+    return SamplingMethod(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
 
 
-def at_once(model: FlatModel, way: Way, longest: int) -> int:
+def at_once(model: FlatModel, method: SamplingMethod, longest: int) -> int:
     """How many completions to sample together."""
     lm = base_lm(model.lm)
-    on_gpu = lm.device.type == "cuda" and way.attention == CACHED
-    return max(AT_ONCE, completions_at_once(lm, longest)) if on_gpu else AT_ONCE
+    if lm.device.type != "cuda" or method.attention != CACHED:
+        return AT_ONCE
+    return max(AT_ONCE, completions_at_once(lm, longest))
 
 
 @contextlib.contextmanager
@@ -170,7 +175,8 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     kv_cache.register()
     lm = model.lm
     inner = base_lm(lm)
-    was_training, implementation = lm.training, inner.config._attn_implementation
+    was_training = lm.training
+    implementation = inner.config._attn_implementation
     lm.eval()
     if implementation == FLAT:
         inner.set_attn_implementation(attention)
@@ -197,24 +203,23 @@ def cast_once(lm: nn.Module) -> Iterator[bool]:
     Autocast itself caches only weights that require a gradient, none in inference mode, and none of experts,
     whose product it does not know.
     """
-    autocast = torch.is_autocast_enabled(lm.device.type)
-    frozen, originals = [], []
-    if autocast:
-        frozen = [p for p in lm.parameters() if p.dtype == torch.float32 and not p.requires_grad]
-        originals = [(p, p.data) for p in weights_of_experts(lm)]
+    if not torch.is_autocast_enabled(lm.device.type):
+        yield False
+        return
+    frozen = [p for p in lm.parameters() if p.dtype == torch.float32 and not p.requires_grad]
+    originals = [(p, p.data) for p in weights_of_experts(lm)]
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
         for parameter, data in originals:
             parameter.data = data.to(compute_dtype(data))
-        yield autocast
+        yield True
     finally:
         for parameter, data in originals:
             parameter.data = data
         for parameter in frozen:
             parameter.requires_grad_(False)
-        if autocast:
-            torch.clear_autocast_cache()  # they are useless for gradients
+        torch.clear_autocast_cache()  # the casts have no graph, and so no use in training
 
 
 def weights_of_experts(lm: nn.Module) -> list[nn.Parameter]:
@@ -240,7 +245,9 @@ def _sample_batch(
 ) -> list[Sampled]:
     """One completion for each of C keys. limits: the maximum number of tokens of each."""
     logits = decoder.read_prompts()  # (C, V)
-    device, C, max_new_tokens = logits.device, len(keys), max(limits)
+    device = logits.device
+    C = len(keys)
+    max_new_tokens = max(limits)
     last = to_device(np.array(limits) - 1, device)  # index of the last token that each may get
     uniforms = np.stack([np.random.default_rng(key).random(max_new_tokens, np.float32) for key in keys])
     uniforms = to_device(uniforms, device)
@@ -314,9 +321,8 @@ class FlatDecoder:
         return logits_of(base_lm(self.lm), hidden, self.head_weight)
 
     def read_prompts(self) -> Tensor:
-        lengths = torch.tensor([len(prompt) for prompt in self.prompts])
-        ids = torch.tensor([token for prompt in self.prompts for token in prompt], device=self.device)
-        hidden = self._hidden(ids, torch.cat([torch.arange(n) for n in lengths]).to(self.device))
+        lengths = torch.tensor(list(map(len, self.prompts)))
+        hidden = self._hidden(*end_to_end(self.prompts, self.device))
         self.position = (lengths - 1).to(self.device)[self.owner]  # of the newest token
         last = lengths.cumsum(0).to(self.device) - 1
         return self._logits(hidden[last])[self.owner]
@@ -378,24 +384,28 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     in float64 (where available), so the 24 bits of a float32 uniform are the only limit. An index of weight 0
     is never returned.
     """
-    W, fine = weights.shape[-1], finest_dtype(weights.device)
+    W = weights.shape[-1]
+    fine = finest_dtype(weights.device)
+    share = uniforms[:, None].to(fine)
     if W <= DRAW_AT_ONCE:
-        return _invert_short(weights.to(fine), uniforms[:, None].to(fine))[0]
+        return _invert_short(weights.to(fine), share)[0]
     full = W - W % DRAW_BLOCK  # tokens in full blocks
     blocks = weights[:, :full].unflatten(-1, (full // DRAW_BLOCK, DRAW_BLOCK)).sum(-1)
-    blocks = torch.cat([blocks, weights[:, full:].sum(-1, keepdim=True)], -1).to(fine)
-    block, share = _invert_short(blocks, uniforms[:, None].to(fine))
-    index = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
+    rest = weights[:, full:].sum(-1, keepdim=True)
+    block, share = _invert_short(torch.cat([blocks, rest], -1).to(fine), share)
+    start = block * DRAW_BLOCK
+    index = start + torch.arange(DRAW_BLOCK, device=weights.device)
     inside = weights.gather(-1, index.clamp(max=W - 1)) * (index < W)
-    return block * DRAW_BLOCK + _invert_short(inside.to(fine), share)[0]
+    return start + _invert_short(inside.to(fine), share)[0]
 
 
 def _invert_short(weights: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     """(rows, W) float64, (rows, 1) in [0, 1) -> the index whose interval contains the share, and where in it,
     in [0, 1)."""
     cumulative = weights.cumsum(-1)
-    # below the sum even in float32
-    target = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps) * cumulative[:, -1:]
+    below_1 = share.clamp(max=1 - 2 * torch.finfo(share.dtype).eps)
+    target = below_1 * cumulative[:, -1:]  # below the sum even in float32
     index = torch.searchsorted(cumulative, target, right=True).clamp(max=weights.shape[-1] - 1)
     weight = weights.gather(-1, index)
-    return index, ((target - cumulative.gather(-1, index) + weight) / weight).clamp(0, 1 - 2**-24)
+    inside = (target - cumulative.gather(-1, index) + weight) / weight
+    return index, inside.clamp(0, 1 - 2**-24)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import contextlib
 from functools import partial
 import inspect
+import itertools
 import sys
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from transformers import DynamicCache
 
 # Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
-PER_TOKEN, STATES = ("keys", "values"), ("conv_states", "recurrent_states")
+PER_TOKEN = ("keys", "values")
+STATES = ("conv_states", "recurrent_states")
 JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
 JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 
@@ -47,6 +49,13 @@ def cache_name(model: FlatModel) -> str | None:
 
 def mixers_of(model: FlatModel) -> list[nn.Module]:
     return model.hybrid.mixers if model.hybrid else []
+
+
+def end_to_end(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The token ids of sequences end to end, and their positions, (T,) each."""
+    ids = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
+    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    return ids, positions.to(device)
 
 
 def _new_cache(lm: nn.Module) -> "DynamicCache":
@@ -88,7 +97,8 @@ def _limited(
 ) -> Tensor:
     """selective_state_update with time steps softplus(dt + dt_bias) clamped to the limit."""
     state, x, dt, *rest = args
-    if (bias := kwargs.pop("dt_bias", None)) is not None:
+    bias = kwargs.pop("dt_bias", None)
+    if bias is not None:
         dt = dt + bias.to(dt.dtype)
     if kwargs.pop("dt_softplus", False):
         dt = F.softplus(dt)
@@ -107,7 +117,9 @@ class PaddedDecoder:
         self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int
     ):
         inner = base_lm(model.lm)
-        self.lm, self.prompts, self.device = model.lm, prompts, inner.device
+        self.lm = model.lm
+        self.prompts = prompts
+        self.device = inner.device
         self.owner = torch.tensor(owner, device=self.device)
         self.accepted = inspect.signature(inner.forward).parameters
         self.cache_name = cache_name(model)
@@ -126,26 +138,30 @@ class PaddedDecoder:
         return out.logits[:, -1].float()
 
     def read_prompts(self) -> Tensor:
-        lengths = np.array([len(prompt) for prompt in self.prompts])
+        lengths = np.array(list(map(len, self.prompts)))
         order = np.argsort(lengths, kind="stable")
         logits, caches = [], []
         for length in np.unique(lengths):
             group = np.flatnonzero(lengths == length)
             ids = torch.tensor([self.prompts[i] for i in group], device=self.device)
             position_ids = torch.arange(length, device=self.device).expand_as(ids)
-            caches.append(_new_cache(base_lm(self.lm)))
-            logits.append(self._call(ids, torch.ones_like(ids), position_ids, caches[-1]))
-        self.cache = _joined(caches, int(lengths.max()))
-        in_order = to_device(lengths[order], self.device)[:, None]
-        self.mask = (torch.arange(lengths.max(), device=self.device) >= lengths.max() - in_order).long()
-        self.position = in_order[:, 0] - 1  # of the newest token
+            cache = _new_cache(base_lm(self.lm))
+            caches.append(cache)
+            logits.append(self._call(ids, torch.ones_like(ids), position_ids, cache))
+        self.cache = _joined(caches)
+        longest = lengths.max()
+        in_order = to_device(lengths[order], self.device)
+        is_real = torch.arange(longest, device=self.device) >= longest - in_order[:, None]
+        self.mask = is_real.long()
+        self.position = in_order - 1  # of the newest token
         rows = to_device(np.argsort(order), self.device)[self.owner]
         self._select(rows)
         return torch.cat(logits)[rows]
 
     def _select(self, rows: Tensor) -> None:
         self.cache.reorder_cache(rows)
-        self.mask, self.position = self.mask[rows], self.position[rows]
+        self.mask = self.mask[rows]
+        self.position = self.position[rows]
 
     def keep(self, keep: np.ndarray) -> Tensor:
         kept = to_device(keep.nonzero()[0], self.device)
@@ -158,9 +174,8 @@ class PaddedDecoder:
         return self._call(tokens[:, None], self.mask, self.position[:, None], self.cache)
 
 
-def _joined(caches: "list[DynamicCache]", length: int) -> "DynamicCache":
-    """One cache with the rows of all caches, which hold prompts of increasing lengths; `length` is that of
-    the last one.
+def _joined(caches: "list[DynamicCache]") -> "DynamicCache":
+    """One cache with the rows of all caches, which hold prompts of increasing lengths.
 
     Per-token entries are left-padded with zeros; a layer with a sliding window keeps only the last ones.
     """
@@ -189,16 +204,17 @@ class WholeDecoder:
     def __init__(
         self, model: FlatModel, prompts: Sequence[Sequence[int]], owner: Sequence[int], max_new_tokens: int
     ):
-        self.model, self.device = model, base_lm(model.lm).device
+        self.model = model
+        self.device = base_lm(model.lm).device
         self.sequences = [[*prompts[i]] for i in owner]
 
     def read_prompts(self) -> Tensor:
-        lengths = [len(sequence) for sequence in self.sequences]
-        ids = torch.tensor([token for sequence in self.sequences for token in sequence], device=self.device)
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(self.device)
+        lengths = list(map(len, self.sequences))
+        ids, positions = end_to_end(self.sequences, self.device)
         row = {"input_ids": ids[None], "position_ids": positions[None], "lengths": lengths, "token_map": None}
+        hidden = self.model.hidden(row)
         last = to_device(np.cumsum(lengths) - 1, self.device)
-        return logits_of(base_lm(self.model.lm), self.model.hidden(row)[last])
+        return logits_of(base_lm(self.model.lm), hidden[last])
 
     def keep(self, keep: np.ndarray) -> Tensor:
         kept = keep.nonzero()[0]

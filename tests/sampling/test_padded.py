@@ -6,7 +6,7 @@ from common.collators import flat_batch
 from common.errors import UserError
 from common.model.wrap import wrap
 from common.sampling import sample
-from common.sampling.generate import way_to_sample
+from common.sampling.generate import choose_method
 from common.sampling.padded import WholeDecoder
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_a_model_with_its_own_cache():
     )
     lm = transformers.RwkvForCausalLM(config).eval()
     model = wrap(copy.deepcopy(lm)).train()
-    assert way_to_sample(model, 9).decoder.func is WholeDecoder
+    assert choose_method(model, 9).decoder.func is WholeDecoder
     wanted = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])
@@ -45,7 +45,7 @@ def test_a_model_with_its_own_cache():
 def test_positions_follow_the_text_so_far(name):
     """16 tokens in these models; a prompt of 9 goes past them, and with a short completion it has a cache."""
     model = wrap(rope_model(name))
-    assert [way_to_sample(model, longest).decoder.func is WholeDecoder for longest in (16, 17)] == [
+    assert [choose_method(model, longest).decoder.func is WholeDecoder for longest in (16, 17)] == [
         False,
         True,
     ]
