@@ -21,7 +21,7 @@ from pathlib import Path
 import re
 import shutil
 import time
-from typing import Any
+from typing import Any, NamedTuple
 import urllib.error
 import urllib.request
 import uuid
@@ -33,25 +33,35 @@ from common.files import writing
 from common.model.flat_model import base_lm
 from common.model.merge import policy_writer
 from common.processes import on_each_process, on_main_process
-from common.sampling.generate import Sampled
+from common.sampling.generate import Sampled, distinct_prompts
 import numpy as np
 import torch
 from torch import nn
 
 PAUSES = (0.0, 1.0, 4.0)  # seconds before each try of a request
-# for a short answer; to load or to sample; more for each token
-ASK_SECONDS, PATIENCE, PER_TOKEN = 60.0, 1800.0, 0.2
+REQUEST_TIMEOUT = 60.0  # seconds for a short answer
+LOAD_TIMEOUT = 1800.0  # to load weights, or to begin a completion
+TOKEN_TIMEOUT = 0.2  # more for each token of a completion
 AT_ONCE = 64  # requests of a process in flight, per server
-# the prompt is longer than a block of the prefix cache, and so reveals a stale one
-PROBE_PROMPT, PROBE_TOKENS = 18, 16
-# How far log-probabilities may be off, in nats on average: of a probe, and of a rollout. First where both
-# sides are in float32: there correct ones differ by 1e-6 to 4e-5, old weights or an old cache by 0.3 to 8.
-CLOSE, CLOSE_ROUNDED = 1e-3, 0.2
-FAR, FAR_ROUNDED = 1e-2, 0.5
-# How much the model must have moved since a server's answer to the probe last changed, to know that it has
-# old weights.
-MOVED, MOVED_ROUNDED = 1e-4, 1e-2
-# Of each request for a completion: nothing but temperature, top_k and top_p shapes the distribution.
+PROBE_PROMPT = 18  # tokens: more than a block of the prefix cache, so that a stale one shows
+PROBE_TOKENS = 16
+
+
+class Tolerance(NamedTuple):
+    """How far log-probabilities of servers may be off, in nats."""
+
+    max_error_probe: float  # on average over a probe
+    max_error_rollout: float  # on average over a rollout
+    # how far the model must have moved since a server's answer to the probe last changed, to know that the
+    # server has old weights
+    min_drift: float
+
+
+# Where both sides compute in float32, correct log-probabilities differ by 1e-6 to 4e-5, those of old weights
+# or an old cache by 0.3 to 8.
+EXACT = Tolerance(1e-3, 1e-2, 1e-4)
+ROUNDED = Tolerance(0.2, 0.5, 1e-2)
+# In each request for a completion, so that only temperature, top_k and top_p shape the distribution.
 PLAIN = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
@@ -71,37 +81,40 @@ def request_seed(key: Sequence[int]) -> int:
     """63 bits from a key, the same in any process: a completion is drawn alike by any server, and when
     repeated."""
     text = ",".join(str(int(part)) for part in key)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
-def ask(url: str, path: str, body: Any = None, seconds: float = ASK_SECONDS) -> dict[str, Any]:
+def request_json(url: str, path: str, body: Any = None, seconds: float = REQUEST_TIMEOUT) -> dict[str, Any]:
     """The JSON object that a server answers. body: of a POST. Raises ServerFault if there is none, or not in
     time."""
-    headers, key = {"Content-Type": "application/json"}, os.environ.get("VLLM_API_KEY", "").strip()
+    headers = {"Content-Type": "application/json"}
+    key = os.environ.get("VLLM_API_KEY", "").strip()
     if not key.isprintable():
         raise UserError("VLLM_API_KEY has characters that a header cannot have")
     if key:
         headers["Authorization"] = f"Bearer {key}"
+    data = None if body is None else json.dumps(body).encode()
+    endpoint = path.split("?")[0]
     problem = ""
     for pause in PAUSES:
         time.sleep(pause)
         try:
-            request = urllib.request.Request(
-                url + path, None if body is None else json.dumps(body).encode(), headers
-            )
-            with OPENER.open(request, timeout=seconds) as answer:
-                found = json.loads(answer.read() or b"{}")
-            return found if isinstance(found, dict) else {}
+            request = urllib.request.Request(url + path, data, headers)
+            with OPENER.open(request, timeout=seconds) as response:
+                answer = json.loads(response.read() or b"{}")
+            return answer if isinstance(answer, dict) else {}
         except urllib.error.HTTPError as error:
-            problem = (
-                f"HTTP {error.code} to {path.split('?')[0]}: {error.read(2000).decode(errors='replace')}"
-            )
+            text = error.read(2000).decode(errors="replace")
+            problem = f"HTTP {error.code} to {endpoint}: {text}"
         except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             reason = getattr(error, "reason", error)
             if isinstance(reason, TimeoutError):  # another try would take as long
-                raise ServerFault(f"no answer to {path.split('?')[0]} in {seconds:.0f} s") from None
+                raise ServerFault(f"no answer to {endpoint} in {seconds:.0f} s") from None
             problem = quoted(reason, 400, str)
-    raise ServerFault(problem.replace(key, "(key)") if key else problem)
+    if key:
+        problem = problem.replace(key, "(key)")
+    raise ServerFault(problem)
 
 
 class RolloutServers:
@@ -122,14 +135,21 @@ class RolloutServers:
         model: as prepared. folder: where the servers can read what this process writes. longest: tokens of a
         sequence, prompt and completion. how: max_new_tokens, temperature, top_k and top_p, as of `sample`.
         """
-        self.accelerator, self.model, self.flat_model = accelerator, model, accelerator.unwrap_model(model)
-        self.folder, self.longest, self.how = Path(folder).resolve() / "rollout_weights", longest, how
+        self.accelerator = accelerator
+        self.model = model
+        self.flat_model = accelerator.unwrap_model(model)
+        self.folder = Path(folder).resolve() / "rollout_weights"
+        self.longest = longest
+        self.how = how
         lm = base_lm(self.flat_model.lm)
         self.vocabulary = lm.get_input_embeddings().weight.shape[0]
         # The loss needs log-probabilities of the whole distribution at the temperature. vLLM's raw ones are
         # at temperature 1, its processed ones are of the tokens that can be drawn.
-        self.modes = ["processed_logprobs"] if how["top_k"] <= 0 and how["top_p"] >= 1 else []
-        self.modes += ["raw_logprobs"] if how["temperature"] == 1 else []
+        self.modes = []
+        if how["top_k"] <= 0 and how["top_p"] >= 1:
+            self.modes.append("processed_logprobs")
+        if how["temperature"] == 1:
+            self.modes.append("raw_logprobs")
         if not self.modes:
             raise UserError(
                 "--rollout_server: with --top_k or --top_p vLLM has no log-probabilities at this --temperature"
@@ -139,38 +159,43 @@ class RolloutServers:
         self.start += f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.failed: dict[str, str] = {}  # {url: why} of those that are left out, until the next push
-        self.background, self.running = ThreadPoolExecutor(1), []  # one rollout after another
-        self.synced, self.version = None, ""  # the step whose weights they have
+        self.background = ThreadPoolExecutor(1)  # one rollout after another
+        self.running: list[Future[list[Sampled]]] = []
+        self.synced: int | None = None  # the step whose weights the servers have
+        self.version = ""  # of these weights
         self.run = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         # each one's answer when it last changed, and ours then
         self.probes: dict[str, tuple[Sampled, np.ndarray]] = {}
         dtypes = on_main_process(accelerator, lambda: {self._check(url) for url in self.urls})
-        self.exact = (
-            accelerator.mixed_precision == "no" and lm.dtype == torch.float32 and dtypes == {"float32"}
-        )
-        # to write them in
-        self.dtype = getattr(torch, dtypes.pop()) if dtypes in ({"bfloat16"}, {"float16"}) else None
+        is_float32 = accelerator.mixed_precision == "no" and lm.dtype == torch.float32
+        self.tolerance = EXACT if is_float32 and dtypes == {"float32"} else ROUNDED
+        self.dtype = None  # that weights are written in, if not the model's
+        if dtypes in ({"bfloat16"}, {"float16"}):
+            self.dtype = getattr(torch, dtypes.pop())
         say(f"rollouts come from {len(self.urls)} vLLM server{'s' * (len(self.urls) > 1)}")
 
     def _check(self, url: str) -> str:
         """The dtype of a server's weights. Raises UserError if it does not fit."""
-        if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # which may hold a password, and is not printed
+        if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # not printed: it may hold a password
             raise UserError(
                 "--rollout_server: expected addresses as http://127.0.0.1:8000; the key is VLLM_API_KEY"
             )
         try:
-            model = ask(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
-            if ask(url, "/is_paused").get("is_paused"):  # by a run that was killed
-                ask(url, "/resume", {})
+            model = request_json(url, "/server_info?config_format=json")["vllm_config"]["model_config"]
+            if request_json(url, "/is_paused").get("is_paused"):  # by a run that was killed
+                request_json(url, "/resume", {})
             self._complete(url, [self.vocabulary - 1], 0, 1, {})  # it takes our key, and all our tokens
-            mode, generation = model["logprobs_mode"], model.get("generation_config", "vllm")
-            dtype, room = str(model["dtype"]).removeprefix("torch."), int(model["max_model_len"])
+            mode = model["logprobs_mode"]
+            generation = model.get("generation_config", "vllm")
+            dtype = str(model["dtype"]).removeprefix("torch.")
+            room = int(model["max_model_len"])
         except (ServerFault, KeyError, TypeError, ValueError) as error:
-            wanted = "does not answer as vLLM 0.32 in development mode does"
-            raise UserError(f"--rollout_server {url} {wanted} ({error}): {self.start}") from None
+            raise UserError(
+                f"--rollout_server {url} does not answer as vLLM 0.32 in development mode does ({error}): {self.start}"
+            ) from None
         if room < self.longest or mode not in self.modes or generation != "vllm":
-            found = f"--max-model-len {room} --generation-config {generation} --logprobs-mode {mode}"
-            raise UserError(f"--rollout_server {url} was started with {found}: {self.start}")
+            flags = f"--max-model-len {room} --generation-config {generation} --logprobs-mode {mode}"
+            raise UserError(f"--rollout_server {url} was started with {flags}: {self.start}")
         return dtype
 
     # --- weights --------------------------------------------------------------------------------------------
@@ -182,19 +207,30 @@ class RolloutServers:
             return
         wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
-        path, self.version, self.synced = self.folder / f"step-{step}", f"{step}-{self.run}", step
+        path = self.folder / f"step-{step}"
+        self.version = f"{step}-{self.run}"
+        self.synced = step
         self._write(path)
-        prompt = np.random.default_rng(0).integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
-        found = on_main_process(self.accelerator, lambda: self._load_all(path, prompt))
-        answers = {url: answer for url, answer in found.items() if isinstance(answer, Sampled)}
-        ours = {url: self._score(prompt, answer.ids) for url, answer in answers.items()}
-        doubts = on_main_process(
-            self.accelerator, lambda: {url: self._doubt(url, answers[url], ours[url]) for url in ours}
-        )
-        self.failed = {url: reason for url, reason in (found | doubts).items() if reason}
+        random = np.random.default_rng(0)
+        prompt = random.integers(3, min(256, self.vocabulary), size=PROBE_PROMPT).tolist()
+        answers = on_main_process(self.accelerator, lambda: self._load_all(path, prompt))
+        ours = {}
+        for url, answer in answers.items():
+            if isinstance(answer, Sampled):
+                ours[url] = self._score(prompt, answer.ids)
+        self.failed = on_main_process(self.accelerator, lambda: self._failures(answers, ours))
         for url, reason in self.failed.items():
             say(f"{url} is left out: {reason}")
-        self._alive()
+        self._servers_left()
+
+    def _failures(self, answers: dict[str, Sampled | str], ours: dict[str, np.ndarray]) -> dict[str, str]:
+        """{url: why} of the servers that are left out. ours: the model's log-probabilities of the answers."""
+        failures = {}
+        for url, answer in answers.items():
+            reason = self._mismatch_reason(url, answer, ours[url]) if url in ours else answer
+            if reason:
+                failures[url] = reason
+        return failures
 
     def _write(self, path: Path) -> None:
         write = policy_writer(self.accelerator, self.model, self.dtype)
@@ -217,15 +253,14 @@ class RolloutServers:
     def _load(self, url: str, path: Path, prompt: list[int]) -> Sampled | str:
         try:
             self._check(url)  # it may have been restarted with other settings
-            ask(url, "/pause?mode=wait", {}, PATIENCE)
+            request_json(url, "/pause?mode=wait", {}, LOAD_TIMEOUT)
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-            ask(url, "/collective_rpc", call, PATIENCE)
-            ask(url, "/reset_prefix_cache", {})
-            ask(url, "/update_weight_version", {"new_version": self.version})
-            ask(url, "/resume", {})
-            return self._complete(
-                url, prompt, request_seed((0,)), PROBE_TOKENS, {"temperature": self.how["temperature"]}
-            )
+            request_json(url, "/collective_rpc", call, LOAD_TIMEOUT)
+            request_json(url, "/reset_prefix_cache", {})
+            request_json(url, "/update_weight_version", {"new_version": self.version})
+            request_json(url, "/resume", {})
+            how = {"temperature": self.how["temperature"]}
+            return self._complete(url, prompt, request_seed((0,)), PROBE_TOKENS, how)
         except UserError as problem:
             return str(problem)
 
@@ -238,25 +273,28 @@ class RolloutServers:
         window.add_fields(lambda batch: {"logps": self.flat_model(batch, temperature=temperature).logps})
         return sequence["logps"][len(prompt) :]
 
-    def _doubt(self, url: str, answer: Sampled, ours: np.ndarray) -> str:
+    def _mismatch_reason(self, url: str, answer: Sampled, ours: np.ndarray) -> str:
         """Why a server does not seem to have the current weights; empty if it does."""
-        off, most = float(np.abs(ours - answer.logps).mean()), CLOSE if self.exact else CLOSE_ROUNDED
-        if not off <= most:
-            return f"it does not sample from the weights it was given: a probe is {off:.3g} nats off, {most} is the most"
+        error = float(np.abs(ours - answer.logps).mean())
+        most = self.tolerance.max_error_probe
+        if not error <= most:  # or NaN
+            return f"it does not sample from the weights it was given: a probe is {error:.3g} nats off, {most} is the most"
         if url not in self.probes or self.probes[url][0] != answer:
             self.probes[url] = answer, ours
-        moved = float(np.abs(ours - self.probes[url][1]).max())
-        if moved > (MOVED if self.exact else MOVED_ROUNDED):
+        _, ours_before = self.probes[url]
+        moved = float(np.abs(ours - ours_before).max())
+        if moved > self.tolerance.min_drift:
             return f"it still samples from old weights: it answers a probe as before, and the model has moved by {moved:.3g}"
         return ""
 
     def check(self, metrics: Any) -> None:
         """End the run if a rollout was sampled from a model too far from the trained one. Called on every
         process, after the gradients of its first window."""
-        off, most = metrics.window_mean("sampling/logp_difference"), FAR if self.exact else FAR_ROUNDED
-        if off > most:
+        error = metrics.window_mean("sampling/logp_difference")
+        most = self.tolerance.max_error_rollout
+        if error > most:
             raise UserError(
-                f"--rollout_server: completions are {off:.2g} nats a token off the model; {most} is the most"
+                f"--rollout_server: completions are {error:.2g} nats a token off the model; {most} is the most"
             )
 
     # --- completions ----------------------------------------------------------------------------------------
@@ -275,59 +313,63 @@ class RolloutServers:
         completion is a function of its key and the weights, whichever server samples it."""
         how = self.how | how
         limits = how.pop("max_new_tokens")
-        limits = [limits] * len(prompts) if isinstance(limits, int) else limits
+        if isinstance(limits, int):
+            limits = [limits] * len(prompts)
         requests = list(zip(map(list, prompts), map(request_seed, keys), limits, strict=True))
-        self.running.append(self.background.submit(self._complete_all, requests, how))
-        return self.running[-1]
+        rollout = self.background.submit(self._complete_all, requests, how)
+        self.running.append(rollout)
+        return rollout
 
     def _complete_all(self, requests: list[tuple[list[int], int, int]], how: dict[str, Any]) -> list[Sampled]:
         # All completions of a prompt go to one server, which has it in its cache.
-        places = {
-            prompt: n for n, prompt in enumerate(dict.fromkeys(tuple(prompt) for prompt, *_ in requests))
-        }
-        done: dict[int, tuple[str, Sampled]] = {}
+        _, owner = distinct_prompts([prompt for prompt, *_ in requests])
 
         def complete(i: int) -> tuple[str, Sampled]:
             while True:
-                alive = self._alive()
-                url = alive[places[tuple(requests[i][0])] % len(alive)]
+                left = self._servers_left()
+                url = left[owner[i] % len(left)]
                 try:
                     return url, self._complete(url, *requests[i], how, self.flat_model.stop_ids)
                 except ServerFault as fault:
                     self._leave_out(url, str(fault))
 
+        urls = [""] * len(requests)  # of each completion, the server that sampled it
+        completions: list[Sampled | None] = [None] * len(requests)
+        waiting = list(range(len(requests)))
         with ThreadPoolExecutor(AT_ONCE * len(self.urls)) as pool:
-            while waiting := [i for i in range(len(requests)) if i not in done]:
-                done |= zip(waiting, pool.map(complete, waiting), strict=True)
-                for url in {url for url, _ in done.values()} - self.failed.keys():
+            while waiting:
+                for i, answer in zip(waiting, pool.map(complete, waiting), strict=True):
+                    urls[i], completions[i] = answer
+                for url in set(urls) - self.failed.keys():
                     self._check_version(url)
-                done = {i: one for i, one in done.items() if one[0] not in self.failed}
-        return [done[i][1] for i in range(len(requests))]
+                waiting = [i for i, url in enumerate(urls) if url in self.failed]
+        return completions
 
     def _check_version(self, url: str) -> None:
         """Leave out a server that has had other weights since the push."""
         try:
-            if (found := ask(url, "/weight_info").get("weight_version")) != self.version:
+            version = request_json(url, "/weight_info").get("weight_version")
+            if version != self.version:
                 raise ServerFault(
-                    f"its weights are {found!r}, not {self.version!r}: restarted, or used by another run"
+                    f"its weights are {version!r}, not {self.version!r}: restarted, or used by another run"
                 )
         except ServerFault as fault:
             self._leave_out(url, str(fault))
 
     def _leave_out(self, url: str, reason: str) -> None:
-        # of threads that fail at once the first one says it
+        # several threads may fail at once: only the first one says so
         is_new = self.failed.setdefault(url, reason) is reason
         if is_new and len(self.failed) < len(self.urls):
             say(f"{url} has failed ({reason}): the others sample its completions, with the same seeds")
 
-    def _alive(self) -> list[str]:
-        alive = [url for url in self.urls if url not in self.failed]
-        if not alive:
-            told = "; ".join(f"{url}: {reason}" for url, reason in self.failed.items())
+    def _servers_left(self) -> list[str]:
+        left = [url for url in self.urls if url not in self.failed]
+        if not left:
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in self.failed.items())
             raise OutsideError(
-                f"--rollout_server: none is left ({told}): {self.start}; then the same command goes on"
+                f"--rollout_server: none is left ({reasons}): {self.start}; then the same command goes on"
             )
-        return alive
+        return left
 
     def _complete(
         self,
@@ -346,25 +388,18 @@ class RolloutServers:
             "stop_token_ids": list(stops),
             **how,
         }
-        answer = ask(url, "/v1/completions", body, PATIENCE + PER_TOKEN * limit)
+        answer = request_json(url, "/v1/completions", body, LOAD_TIMEOUT + TOKEN_TIMEOUT * limit)
         try:
             [choice] = answer["choices"]
-            ids, logps, reason = (
-                choice["token_ids"],
-                choice["logprobs"]["token_logprobs"],
-                choice["finish_reason"],
-            )
-            # it cuts without a word
+            ids = choice["token_ids"]
+            logps = choice["logprobs"]["token_logprobs"]
+            reason = choice["finish_reason"]
+            # a server shortens a prompt that is too long without saying so
             is_whole = answer["usage"]["prompt_tokens"] == len(prompt) and len(ids) == len(logps)
-            is_known = all(type(i) is int and 0 <= i < self.vocabulary for i in ids) and all(
-                map(math.isfinite, logps)
-            )
-            fits = (
-                is_whole
-                and is_known
-                and ids
-                and (reason == "stop" or reason == "length" and len(ids) == limit)
-            )
+            is_known = all(type(i) is int and 0 <= i < self.vocabulary for i in ids)
+            is_finite = all(map(math.isfinite, logps))
+            is_ended = reason == "stop" or (reason == "length" and len(ids) == limit)
+            fits = ids and is_whole and is_known and is_finite and is_ended
         except (KeyError, TypeError, ValueError):
             fits = False
         if not fits:

@@ -280,8 +280,8 @@ FAULTS = ("dies in a rollout", "hangs", "aborts", "unknown token", "cuts the pro
 @pytest.mark.parametrize("play", ["restarts", "500", "NaN", *map(slow, FAULTS)])
 def test_the_others_take_over_and_draw_the_same(play, connect, fake, capsys, monkeypatch):
     if play == "hangs":
-        monkeypatch.setattr(vllm, "PATIENCE", 1.5)
-        monkeypatch.setattr(vllm, "PER_TOKEN", 0.0)
+        monkeypatch.setattr(vllm, "LOAD_TIMEOUT", 1.5)
+        monkeypatch.setattr(vllm, "TOKEN_TIMEOUT", 0.0)
     alone = connect(fake())
     alone.sync(0)
     good, bad = fake(), fake(play=play)
