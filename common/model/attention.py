@@ -199,8 +199,8 @@ def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
 
     A sequence without queries (all its tokens belong to others as well) is in no group.
     """
-    groups: list[list[int]] = []
-    group: list[int] = []  # the last one
+    groups = []
+    group = []  # the last one
     total = most = 0  # queries of the last group, together and at most
     order = np.lexsort((-lengths, num_queries < lengths))  # stable: equal lengths keep their order
     length = lengths.tolist()

@@ -240,7 +240,7 @@ class FlatModel(nn.Module):
             if previous is not None:
                 previous = first[batch["targets"]] - 1
         call = self._call_padded if self.padded else self._call_flat
-        choices: list[Tensor] = []
+        choices = []
         with self.experts.recording_choices(choices) if recording else contextlib.nullcontext():
             body_pass = call(batch, options)
         hidden = body_pass.hidden()

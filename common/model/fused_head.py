@@ -8,7 +8,7 @@ denominator become factors of the rows in the matrix products, of size (n, D).
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import math
 from typing import Any, NamedTuple
 
@@ -69,11 +69,6 @@ class Scoring(NamedTuple):
     stats: bool = True  # whether entropy and correct are needed
     entropy_grad: bool = False  # whether the entropy gets a gradient
 
-    @property
-    def exact(self) -> torch.dtype:
-        """Of the softmax, sums and results."""
-        return torch.promote_types(self.dtype, torch.float32)
-
 
 def token_scores(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scoring: Scoring
@@ -81,14 +76,16 @@ def token_scores(
     """logps, entropy and correct, (N,) each: see `log_probs`."""
     trains_head = weight.requires_grad or (bias is not None and bias.requires_grad)
     if not torch.is_grad_enabled() or not (hidden.requires_grad or trains_head):
-        return _scores(hidden, weight, bias, scoring).unbind()
+        return _Chunks(weight, bias, scoring).scores(hidden).unbind()
     if scoring.entropy_grad:
-        return Recomputed.apply(hidden, weight, bias, scoring)
-    if not trains_head:
-        return FrozenHead.apply(hidden, weight, bias, scoring)
-    if 0 < len(hidden) <= scoring.rows:
-        return OneChunk.apply(hidden, weight, bias, scoring)
-    return Recomputed.apply(hidden, weight, bias, scoring)
+        function = Recomputed
+    elif not trains_head:
+        function = FrozenHead
+    elif 0 < len(hidden) <= scoring.rows:
+        function = OneChunk
+    else:
+        function = Recomputed
+    return function.apply(hidden, weight, bias, scoring)
 
 
 # --- a chunk ------------------------------------------------------------------------------------------------
@@ -100,7 +97,7 @@ class _Chunks:
     def __init__(self, weight: Tensor, bias: Tensor | None, scoring: Scoring):
         self.scoring = scoring
         self.dtype = scoring.dtype
-        self.exact = scoring.exact
+        self.exact = torch.promote_types(self.dtype, torch.float32)  # for the softmax, sums and results
         self.weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.product = None
@@ -176,6 +173,29 @@ class _Chunks:
         if d_bias is not None:
             d_bias.add_(factor.to(self.dtype) @ gradient)
 
+    def empty_gradients(self, needed: Sequence[bool], hidden: Tensor) -> Gradients:
+        """Buffers for those that are needed of hidden, weight and bias; the last two are zeros."""
+        d_hidden = torch.empty_like(hidden) if needed[0] else None
+        d_weight = torch.zeros_like(self.weight, dtype=self.exact) if needed[1] else None
+        d_bias = torch.zeros_like(self.bias, dtype=self.exact) if needed[2] else None
+        return d_hidden, d_weight, d_bias
+
+    def scores(
+        self, hidden: Tensor, gradients: Gradients | None = None, weights: Tensor | None = None
+    ) -> Tensor:
+        """logps, entropy and correct, (3, N). gradients: those of `Σ weights · logps` are written there,
+        weights (N,); None: 1 for each token."""
+        scores = hidden.new_empty(3, len(hidden), dtype=self.exact)
+        with_gradient = gradients is not None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for chunk, h, logits in self.logits(hidden):
+                scores[:, chunk], factor, gradient = self.softmax(chunk, logits, gradient=with_gradient)
+                if weights is not None:
+                    factor = factor * weights[chunk]
+                if with_gradient:
+                    self.backward(chunk, h, gradient, factor, gradients)
+        return scores
+
 
 def _blocks(logits: Tensor) -> list[slice]:
     """Rows in blocks small enough to stay in a CPU's cache through all passes of the softmax."""
@@ -240,29 +260,6 @@ def _entropy_gradient_(
             block.mul_(derivative)
 
 
-def _scores(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scoring: Scoring,
-    gradients: Gradients | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
-    """logps, entropy and correct, (3, N). gradients: those of `Σ weights · logps` are written there, weights
-    (N,); None: 1 for each token."""
-    chunks = _Chunks(weight, bias, scoring)
-    scores = hidden.new_empty(3, len(hidden), dtype=scoring.exact)
-    with torch.autocast(hidden.device.type, enabled=False):
-        for chunk, h, logits in chunks.logits(hidden):
-            with_gradient = gradients is not None
-            scores[:, chunk], factor, gradient = chunks.softmax(chunk, logits, gradient=with_gradient)
-            if weights is not None:
-                factor = factor * weights[chunk]
-            if with_gradient:
-                chunks.backward(chunk, h, gradient, factor, gradients)
-    return scores
-
-
 # --- the gradients ------------------------------------------------------------------------------------------
 
 
@@ -272,8 +269,9 @@ class WeightedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, weights, scoring):
-        ctx.gradients = _empty_gradients(ctx, hidden, weight, bias, scoring)
-        logps, entropy, correct = _scores(hidden, weight, bias, scoring, ctx.gradients, -weights)
+        chunks = _Chunks(weight, bias, scoring)
+        ctx.gradients = chunks.empty_gradients(ctx.needs_input_grad, hidden)
+        logps, entropy, correct = chunks.scores(hidden, ctx.gradients, -weights)
         ctx.mark_non_differentiable(logps, entropy, correct)
         return -(weights * logps).sum(), logps, entropy, correct
 
@@ -295,8 +293,9 @@ class FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden, weight, bias, scoring):
+        chunks = _Chunks(weight, bias, scoring)
         ctx.d_hidden = torch.empty_like(hidden)
-        logps, entropy, correct = _scores(hidden, weight, bias, scoring, (ctx.d_hidden, None, None))
+        logps, entropy, correct = chunks.scores(hidden, (ctx.d_hidden, None, None))
         ctx.mark_non_differentiable(entropy, correct)
         return logps, entropy, correct
 
@@ -328,7 +327,7 @@ class OneChunk(torch.autograd.Function):
     def backward(ctx: Any, d_logps, *_):
         hidden, weight, bias = ctx.saved_tensors
         chunks = _Chunks(weight, bias, ctx.scoring)
-        gradients = _empty_gradients(ctx, hidden, weight, bias, ctx.scoring)
+        gradients = chunks.empty_gradients(ctx.needs_input_grad, hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             h = hidden.to(chunks.dtype)
             chunks.backward(slice(None), h, ctx.gradient, ctx.factor * d_logps, gradients)
@@ -342,7 +341,7 @@ class Recomputed(torch.autograd.Function):
     def forward(ctx: Any, hidden, weight, bias, scoring):
         ctx.scoring = scoring
         ctx.save_for_backward(hidden, weight, bias)
-        logps, entropy, correct = _scores(hidden, weight, bias, scoring)
+        logps, entropy, correct = _Chunks(weight, bias, scoring).scores(hidden)
         ctx.mark_non_differentiable(*([correct] if scoring.entropy_grad else [entropy, correct]))
         return logps, entropy, correct
 
@@ -352,7 +351,7 @@ class Recomputed(torch.autograd.Function):
         hidden, weight, bias = ctx.saved_tensors
         scoring = ctx.scoring
         chunks = _Chunks(weight, bias, scoring._replace(stats=False))
-        gradients = _empty_gradients(ctx, hidden, weight, bias, scoring)
+        gradients = chunks.empty_gradients(ctx.needs_input_grad, hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk, h, logits in chunks.logits(hidden):
                 by_logp = d_logps[chunk]
@@ -366,14 +365,3 @@ class Recomputed(torch.autograd.Function):
                     factor = factor * by_logp
                 chunks.backward(chunk, h, gradient, factor, gradients)
         return *gradients, None
-
-
-def _empty_gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, scoring: Scoring
-) -> Gradients:
-    """Buffers for the requested gradients; the last two are zeros."""
-    needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    d_hidden = torch.empty_like(hidden) if needs_hidden else None
-    d_weight = torch.zeros_like(weight, dtype=scoring.exact) if needs_weight else None
-    d_bias = torch.zeros_like(bias, dtype=scoring.exact) if needs_bias else None
-    return d_hidden, d_weight, d_bias

@@ -121,12 +121,13 @@ def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return down(F.silu(gate) * up)
     # LoRA and quantisation replace this module.
-    if type(down) is nn.Linear and down.bias is None and not _hooked(down):
+    if type(down) is nn.Linear and down.bias is None and not is_hooked(down):
         return _GatedDown.apply(gate, up, down.weight)
     return down(_Gated.apply(gate, up))
 
 
-def _hooked(module: nn.Module) -> bool:
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something is called, or replaced, beside a module's own forward."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
 

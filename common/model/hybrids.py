@@ -69,7 +69,7 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 def names_in_code(cls: type) -> set[str]:
     """The names of attributes and globals in the code of a class."""
-    names: set[str] = set()
+    names = set()
     for value in vars(cls).values():
         if inspect.isfunction(value):
             names.update(inspect.unwrap(value).__code__.co_names)
@@ -124,7 +124,7 @@ def exclude_from_compilation() -> None:
 
 def recurrent_mixers(lm: nn.Module) -> list[nn.Module]:
     """The modules that carry a state along a sequence, recognised by code that stores it in a cache."""
-    has_state: dict[type, bool] = {}
+    has_state = {}
     mixers = []
     for module in lm.modules():
         cls = type(module)
@@ -261,7 +261,7 @@ def _rotary_forward(
     # tokens of a group have the same frequencies
     longrope = "longrope" in _kinds(self).values()
     group = (length > limit).long() if longrope else length.clamp(min=limit)
-    embeddings: list[Tensor] = []  # cos and sin
+    embeddings = []  # cos and sin
     for value in group.unique():
         _restart(self)
         members = group == value

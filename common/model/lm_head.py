@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 from common.memory import compute_dtype
 from common.model.fused_head import Scoring, WeightedNLL, chunk_rows, gives_float32, token_scores
+from common.model.fused_layers import is_hooked
 from common.model.logit_transform import apply, logit_transform
 import torch
 from torch import Tensor, nn
@@ -188,8 +189,6 @@ def _plain_linear(inner: nn.Module) -> nn.Linear | None:
     module = inner.get_output_embeddings()
     if type(module) is not nn.Linear or type(module.weight) not in (Tensor, nn.Parameter):
         return None
-    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return None
-    if hasattr(module.weight, "ds_id"):
+    if is_hooked(module) or hasattr(module.weight, "ds_id"):
         return None
     return module

@@ -112,7 +112,7 @@ def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> No
 def check_mergeable(lm: nn.Module) -> None:
     """Raise UserError if a layer with an adapter shares its weight with another layer, which merging would
     change as well: Zamba2's shared blocks, an embedding with a tied head."""
-    layers: Counter[int] = Counter()  # that have a weight, by its id
+    layers = Counter()  # that have a weight, by its id
     for module in lm.modules():
         layers.update(map(id, module._parameters.values()))
     for name, module in lm.named_modules():
@@ -137,7 +137,7 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     if not everything:
         _check_targets(lm, targets, unfit)
     left_out = [rf".*\.{name}" for name in unfit]
-    names = _names(lm)
+    names = {id(module): name for name, module in lm.named_modules()}
     prefix = names.get(id(lm.get_decoder()), "")
     head = lm.get_output_embeddings()
     for name, module in lm.named_modules():
@@ -172,18 +172,12 @@ def _check_targets(lm: nn.Module, targets: list[str], unfit: Sequence[str]) -> N
     """Raise UserError for a target that no layer has, which peft passes over beside others, or that does not
     fit."""
     kind = type(lm).__name__
+    names = [f".{name}" for name, _ in [*lm.named_modules(), *lm.named_parameters()]]
     for target in targets:
         if target in unfit:
             raise UserError(f"--lora_target_modules {target}: adapters do not fit this layer of {kind}")
-    names = [f".{name}" for name, _ in [*lm.named_modules(), *lm.named_parameters()]]
-    for target in targets:
         if not any(name.endswith(f".{target}") for name in names):
             raise UserError(f"--lora_target_modules {target}: no layer of {kind} has this name")
-
-
-def _names(lm: nn.Module) -> dict[int, str]:
-    """The name of each module, by its id."""
-    return {id(module): name for name, module in lm.named_modules()}
 
 
 def import_peft(needed_for: str) -> ModuleType:
@@ -212,14 +206,15 @@ def at_start(lm: nn.Module) -> Iterator[None]:
         with lm.disable_adapter():
             yield
         return
-    layers = [module for module in lm.modules() if hasattr(module, "_active_adapter")]
-    before = [module._active_adapter for module in layers]
+    before = []
     try:
-        for module in layers:
-            module._active_adapter = [START]
+        for module in lm.modules():
+            if hasattr(module, "_active_adapter"):
+                before.append((module, module._active_adapter))
+                module._active_adapter = [START]
         yield
     finally:
-        for module, names in zip(layers, before, strict=True):
+        for module, names in before:
             module._active_adapter = names
 
 
@@ -234,10 +229,11 @@ def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[i
         raise UserError(
             f"{len(new_tokens)} new tokens: of the head of {type(lm).__name__}, which has a bias, peft trains no rows"
         )
-    names = _names(lm)
-    rows = {names[id(embedding)]: sorted(new_tokens)}
-    if head.weight is not embedding.weight:
-        rows[names[id(head)]] = sorted(new_tokens)
+    is_tied = head.weight is embedding.weight
+    rows = {}
+    for name, module in lm.named_modules():
+        if module is embedding or (module is head and not is_tied):
+            rows[name] = sorted(new_tokens)
     return rows
 
 

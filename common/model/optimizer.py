@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import importlib.util
 import math
-from typing import Any
 
 from accelerate.utils import DistributedType
 from common.args import CommonArgs
@@ -70,7 +69,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def __init__(self, parts: list[torch.optim.Optimizer]):
         self.parts = parts
         self.counts = []  # of each part's groups
-        groups: list[dict[str, Any]] = []
+        groups = []
         for part in parts:
             self.counts.append(len(part.param_groups))
             groups += part.param_groups

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from common.errors import say
 from common.memory import compute_dtype, empty_caches, finest_dtype, is_oom, to_device
 from common.model.attention import FLAT
+from common.model.experts import expert_modules
 from common.model.flat_model import FlatModel, base_lm, body, check_positions, is_sharded, num_positions
 from common.model.lm_head import logits_of, weight_for_float32
 from common.model.sharded import gathered as gathered_weights
@@ -225,9 +226,7 @@ def cast_once(lm: nn.Module) -> Iterator[bool]:
 def weights_of_experts(lm: nn.Module) -> list[nn.Parameter]:
     """The parameters that hold a matrix for each expert, unless they are sharded."""
     weights = []
-    for name, module in lm.named_modules():
-        if not name.endswith(".experts"):
-            continue
+    for module in expert_modules(lm):
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 3 and type(parameter) is nn.Parameter:
                 weights.append(parameter)

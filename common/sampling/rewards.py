@@ -13,6 +13,7 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
 import os
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 from common.errors import OutsideError, UserError, quoted
 from common.losses import combine_rewards
 from common.processes import TimeLimitReached, time_limit
+import numpy as np
 import torch
 
 RewardFunction = Callable[..., list[float | None]]
@@ -36,23 +38,17 @@ LARGEST = 1e15  # largest reward: its square is finite in float32
 NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?"
 )
-OWED = re.compile(r"(?<![^\W_]|[)])-\\?[$€£¥₹] ?")  # -$5
+DEBT = re.compile(r"(?<![^\W_]|[)])-\\?[$€£¥₹] ?")  # -$5
 GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3}(?!\d))")  # 1{,}000 in TeX
-OF_TRL = (
-    "accuracy_reward",
-    "reasoning_accuracy_reward",
-    "think_format_reward",
-)  # as TRL's own script names them
+# as TRL's own script names them
+OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 DOTTED = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)+")
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
 FORMULA = re.compile(
     r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b"
 )
-
-
-# What every function gets, beside the columns of the rows; and what a reward's name may not be, because an
-# evaluation has it, eval_loss for instance, or a sample.
-GIVEN = ("prompts", "completions", "completion_ids")
+GIVEN = ("prompts", "completions", "completion_ids")  # to every function, beside the columns of the rows
+# Not allowed as a reward's name: evaluations have metrics of these names (eval_loss), samples these fields.
 TAKEN = {"loss", "perplexity", "mean_token_accuracy", "entropy", "bits_per_byte"}
 TAKEN |= {"step", "temperature", "prompt", "completion"}
 
@@ -109,13 +105,16 @@ def _load(spec: str, device: torch.device) -> Reward:
 def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
     """The function or class named by "path/to/file.py:name". timeout: seconds that the import may take; 0: no
     limit. Raises UserError if it cannot be loaded."""
-    path, _, name = spec.rpartition(":") if ".py:" in spec else (spec, "", "")
+    path, name = spec, ""
+    if ".py:" in spec:
+        path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
         raise UserError(f"there is no file {path}")
     module_spec = importlib.util.spec_from_file_location(f"plainloop_file_{Path(path).stem}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look up a class's module here
-    must("importing it", functools.partial(module_spec.loader.exec_module, module), timeout)
+    load = functools.partial(module_spec.loader.exec_module, module)
+    must("importing it", load, timeout)
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no function or class {name or 'named: expected file.py:name'}")
     return getattr(module, name)
@@ -159,9 +158,10 @@ def must(what: str, function: Callable[..., Any], timeout: float, /, **arguments
 def _line_of(error: BaseException) -> str:
     """The line that raised it, the last one outside of libraries, in brackets."""
     libraries = ("site-packages", sysconfig.get_path("stdlib"), str(Path(__file__).parent), "<frozen ")
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not any(place in frame.filename for place in libraries)]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not any(place in frame.filename for place in libraries):
+            return f" ({frame.filename}:{frame.lineno})"
+    return ""
 
 
 # --- ready-made ---------------------------------------------------------------------------------------------
@@ -176,19 +176,24 @@ def exact_number(
 
     mark: in a completion only a number after it counts ("Answer:").
     """
-    scores: list[float | None] = []
+    scores = []
     for completion, truth in zip(completions, answer, strict=True):
-        end = min((str(truth).rpartition(mark)[2] for mark in MARKS), key=len)  # all of it without a mark
-        text, end = map(_plain, (text_of(completion), end))
-        wanted = final_number(end) if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end) else None
-        found = number_after(text, mark) if mark else final_number(text)
-        scores.append(None if wanted is None else float(found == wanted))
+        ends = [str(truth).rpartition(each)[2] for each in MARKS]  # the whole answer for a mark it lacks
+        end = _plain(min(ends, key=len))  # from the last mark on
+        right = None
+        if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end):
+            right = final_number(end)
+        text = _plain(text_of(completion))
+        number = number_after(text, mark) if mark else final_number(text)
+        scores.append(None if right is None else float(number == right))
     return scores
 
 
 def _plain(text: str) -> str:
-    """With its amounts as NUMBER knows them."""
-    return GROUPED.sub("", OWED.sub("-", re.sub("[−–]", "-", text)))
+    """The text with its amounts in the form that NUMBER recognises."""
+    text = re.sub("[−–]", "-", text)
+    text = DEBT.sub("-", text)
+    return GROUPED.sub("", text)
 
 
 def regex(pattern: str) -> Callable[..., list[float]]:
@@ -222,45 +227,62 @@ def length(limit: str) -> Callable[..., list[float]]:
 def final_number(text: str) -> float | None:
     """The final number of a text, or None."""
     for mark in sorted(MARKS, key=text.rfind, reverse=True):
-        if (found := number_after(text, mark)) is not None:
-            return found
+        number = number_after(text, mark)
+        if number is not None:
+            return number
     numbers = NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def number_after(text: str, mark: str) -> float | None:
     """The first number after the last occurrence of the mark, or None."""
-    found = NUMBER.search(text.rsplit(mark, 1)[1]) if mark in text else None
-    return float(found.group().replace(",", "")) if found else None
+    _, found_mark, end = text.rpartition(mark)
+    match = NUMBER.search(end)
+    return float(match.group().replace(",", "")) if found_mark and match else None
 
 
 def text_of(completion: Completion) -> str:
-    """The text of a completion in either form: of several messages, the last one's."""
+    """The text of a completion in either form: of several messages, that of the last one."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def column_names(rows: list[dict[str, Any]]) -> list[str]:
+    """The columns of the rows beside the prompt, in the order of their first rows."""
+    names = dict.fromkeys(itertools.chain.from_iterable(rows))
+    return [name for name in names if name not in ("prompt", "prompt_ids")]
 
 
 def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
     """Raise UserError for rows with columns that would replace what each function gets, or that do not suit
     the signature of one: before anything is sampled."""
-    columns = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompt_ids"))
-    for name in columns.keys() & {*GIVEN} if rewards else ():
-        raise UserError(
-            f"the rows have a column {name}, a name of what a reward gets by itself: --columns its_{name}={name}"
-        )
+    if not rewards:
+        return
+    columns = column_names(rows)
+    for name in GIVEN:
+        if name in columns:
+            raise UserError(
+                f"the rows have a column {name}, a name of what a reward gets by itself: --columns its_{name}={name}"
+            )
+    there = f"the rows have {', '.join(columns) or 'none'}"
     for reward in rewards:
         try:
             parameters = inspect.signature(reward.function).parameters.values()
         except (TypeError, ValueError):  # of a function written in C
             continue
-        names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        needed = {p.name for p in parameters if p.name in names and p.default is p.empty}
-        takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        there = f"the rows have {', '.join(columns) or 'none'}"
-        for name in sorted(needed - {*GIVEN, *columns}):
-            alike = difflib.get_close_matches(name, sorted(columns.keys() - names), 1, 0.0)
+        names, needed = set(), set()
+        not_taken = {*GIVEN, *columns}
+        for p in parameters:
+            if p.kind == p.VAR_KEYWORD:
+                not_taken = set()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                names.add(p.name)
+                if p.default is p.empty:
+                    needed.add(p.name)
+        for name in sorted(needed.difference(GIVEN, columns)):
+            alike = difflib.get_close_matches(name, sorted(set(columns) - names), 1, 0.0)
             way = f": --columns {name}={alike[0]}" if alike else ""
             raise UserError(f"reward function {reward.name} needs a column {name}; {there}{way}")
-        for name in [] if takes_all else sorted({*GIVEN, *columns} - names):
+        for name in sorted(not_taken - names):
             raise UserError(f"reward function {reward.name} does not take {name}; {there}: give it **columns")
 
 
@@ -284,16 +306,19 @@ def score(
     if not rows:
         return [[] for _ in rewards]
     prompts = [row["prompt"] for row in rows]
-    completions = [
-        text
-        if isinstance(prompt, str) or isinstance(text, list)
-        else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-    names = {name: None for row in rows for name in row if name not in ("prompt", "prompt_ids")}
-    columns = {name: [row.get(name) for row in rows] for name in names}
-    given = {"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}
-    return [_score(reward, prompts, copy.deepcopy(given) | (objects or {})) for reward in rewards]
+    completions = []
+    for prompt, completion in zip(prompts, texts, strict=True):
+        if isinstance(completion, str) and not isinstance(prompt, str):  # a chat
+            completion = [{"role": "assistant", "content": completion}]
+        completions.append(completion)
+    given = {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    for name in column_names(rows):
+        given[name] = [row.get(name) for row in rows]
+    scores = []
+    for reward in rewards:
+        arguments = copy.deepcopy(given) | (objects or {})
+        scores.append(_score(reward, prompts, arguments))
+    return scores
 
 
 def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[float | None]:
@@ -306,16 +331,14 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
         raise OutsideError(
             f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}"
         ) from None
-    try:
-        values = values.tolist() if hasattr(values, "tolist") else values  # of numpy, torch or pandas
-        if not isinstance(values, list | tuple):
-            raise TypeError
-        numbers = [None if value is None else float(value) for value in values]
-    except (TypeError, ValueError, OverflowError):
-        numbers = []
-    if len(numbers) != len(prompts) or not all(
-        number is None or abs(number) <= LARGEST for number in numbers
-    ):
+    if hasattr(values, "tolist"):  # of numpy, torch or pandas
+        values = values.tolist()
+    numbers = []
+    if isinstance(values, list | tuple):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            numbers = [None if value is None else float(value) for value in values]
+    is_finite = all(number is None or abs(number) <= LARGEST for number in numbers)
+    if len(numbers) != len(prompts) or not is_finite:
         raise OutsideError(
             f"{where} returned {quoted(values, 600)} for {len(prompts)} completions; expected a list with one finite number "
             f"(of at most {LARGEST:g} in size) or None for each"
@@ -335,9 +358,8 @@ def score_by_name(
     scores = score(rewards, rows, texts, ids)
     named = dict(zip([reward.name for reward in rewards], scores, strict=True))
     if rewards and weights is not None:
-        table = torch.tensor(
-            [[math.nan if v is None else v for v in values] for values in zip(*scores, strict=True)]
-        )
+        table = np.array(scores, np.float32)  # None becomes NaN
+        table = torch.tensor(table.T.tolist())  # (completions, functions)
         total = combine_rewards(table, torch.tensor(weights)).tolist()
         named["reward"] = [None if math.isnan(value) else value for value in total]
     return named
@@ -358,13 +380,13 @@ def load_reward_model(name: str, device: torch.device) -> Callable[..., list[flo
     try:
         # False rather than unset: transformers would prompt for running the model's own code.
         load = AutoModelForSequenceClassification.from_pretrained
-        model, found = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
-        # Of an adapter, the keys are its own: it brings a head, or its base has one.
+        model, info = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
+        # The missing keys of an adapter are among its own: the head must be its own, or its base's.
         outside = [name for name, _ in model.named_modules() if not name.startswith(model.base_model_prefix)]
-        headed = "modules_to_save" in str(outside) or "SequenceClassification" in str(
-            model.config.architectures
-        )
-        if found["missing_keys"] or (hasattr(model, "peft_config") and not headed):
+        has_own_head = "modules_to_save" in str(outside)
+        base_has_head = "SequenceClassification" in str(model.config.architectures)
+        is_adapter = hasattr(model, "peft_config")
+        if info["missing_keys"] or (is_adapter and not has_own_head and not base_has_head):
             raise ValueError(
                 "it has no head for scores (experiments/train_reward.py writes one to OUTPUT_DIR/classifier)"
             )

@@ -160,8 +160,8 @@ class RolloutServers:
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.failed: dict[str, str] = {}  # {url: why} of those that are left out, until the next push
         self.background = ThreadPoolExecutor(1)  # one rollout after another
-        self.running: list[Future[list[Sampled]]] = []
-        self.synced: int | None = None  # the step whose weights the servers have
+        self.running = []
+        self.synced = None  # the step whose weights the servers have
         self.version = ""  # of these weights
         self.run = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         # each one's answer when it last changed, and ours then
@@ -334,7 +334,7 @@ class RolloutServers:
                     self._leave_out(url, str(fault))
 
         urls = [""] * len(requests)  # of each completion, the server that sampled it
-        completions: list[Sampled | None] = [None] * len(requests)
+        completions = [None] * len(requests)
         waiting = list(range(len(requests)))
         with ThreadPoolExecutor(AT_ONCE * len(self.urls)) as pool:
             while waiting:
