@@ -242,7 +242,8 @@ def pad_groups(
 def last_tokens(group: Sequence[int], counts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """The last `counts` tokens of each sequence of a group, as tokens of the full sequences, (b, max count).
     Padding repeats a sequence's last token. counts, ends (S,): of all sequences."""
-    count, end = counts[group, None], ends[group, None]
+    count = counts[group, None]
+    end = ends[group, None]
     return np.minimum(end - count + np.arange(count.max()), end - 1)
 
 
@@ -464,11 +465,9 @@ class Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, buckets: list[Tensor], inverse: Tensor | None, several: bool
-    ) -> tuple[Tensor, ...]:
-        """buckets: the token at each place. inverse (T,): the place of each token. several: a token may have
-        more than one."""
+    def forward(ctx: Any, x, buckets, inverse, several):
+        """x (T, ...). buckets: the token at each place. inverse (T,): the place of each token; None: in order.
+        several: a token may have more than one place."""
         ctx.buckets = buckets
         ctx.inverse = inverse
         ctx.several = several
@@ -476,7 +475,7 @@ class Gather(torch.autograd.Function):
         return tuple(x.index_select(0, index.view(-1)) for index in buckets)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients):
         gradient = gradients[0] if len(gradients) == 1 else torch.cat(gradients)
         if ctx.several:
             index = torch.cat([index.view(-1) for index in ctx.buckets])

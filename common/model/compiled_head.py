@@ -33,7 +33,8 @@ def plain_softmax(
     given."""
     logits = logits.clone()
     inner = apply_(transform, logits, gradient=True)
-    largest, chosen = logits.amax(-1, keepdim=True), logits.gather(-1, tokens[:, None])
+    largest = logits.amax(-1, keepdim=True)
+    chosen = logits.gather(-1, tokens[:, None])
     exponentials = (logits - largest).exp()
     total = exponentials.sum(-1, keepdim=True)
     log_total = total.log()
@@ -43,7 +44,8 @@ def plain_softmax(
         is_token = torch.arange(logits.shape[1], device=logits.device) == tokens[:, None]
         derivative = torch.where(is_token, exponentials - total, exponentials)
         if normalize:
-            derivative, total = derivative / total, torch.ones_like(total)
+            derivative = derivative / total
+            total = torch.ones_like(total)
         out.copy_(derivative if inner is None else derivative * inner)
     return scores.t(), (-transform.scale / total)[:, 0]
 

@@ -115,12 +115,12 @@ class Experts:
         self.shape = len(expert_modules(lm)), E  # (L, E)
         self.aux_coef = aux_coef
         # whether routers return probabilities rather than logits: Gemma 4
-        self.shows_probabilities: bool | None = None
+        self.shows_probabilities = None  # not known yet
         self.recording = False  # whether passes belong to a window
         self.counting = False  # whether the current pass only counts, without gradient
         self.counts_synced = True  # whether the whole window's counts are known to all processes
-        # for each layer, the experts that each token of the current pass chose
-        self.choices: list[Tensor] | None = None
+        # a list for the experts that each token chooses in each layer, while they are recorded
+        self.choices = None
         for module in expert_modules(lm):
             module.register_forward_pre_hook(self._record_choice, with_kwargs=True)
 

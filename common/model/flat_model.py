@@ -15,7 +15,6 @@ from common.errors import UserError
 from common.memory import to_device
 from common.model import hybrids, lm_head
 from common.model.attention import FlatRow, first_occurrences, pad_groups, plan_flat_row
-from common.model.hybrids import is_hybrid
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -95,10 +94,11 @@ class FlatModel(nn.Module):
         # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.extra = nn.ModuleDict()
         self.padded = padded
-        self.hybrid: Any = hybrids.Hybrid(lm) if is_hybrid(lm) else None
+        hybrid = hybrids.Hybrid(lm)
+        self.hybrid = hybrid if hybrid.mixers or hybrid.rotaries else None
         self.dropout_off = False  # see disable_dropout
         self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
-        self.experts: Any = None  # of a mixture of experts, an experts.Experts; set by load_model
+        self.experts = None  # of a mixture of experts, an experts.Experts; set by load_model
         # read by FSDP's wrapping policy
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)
 
@@ -226,7 +226,7 @@ class FlatModel(nn.Module):
     def _run_body(self, batch: Batch, recording: bool = False) -> _States:
         """recording: with the routing of a mixture of experts."""
         # a cache or any attention_mask would let sequences see each other
-        options: dict[str, Any] = {"use_cache": False}
+        options = {"use_cache": False}
         if recording:
             options["output_router_logits"] = True
         previous = batch.get("previous")

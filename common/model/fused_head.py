@@ -35,9 +35,6 @@ ROW_MULTIPLE = {"cpu": 1, "cuda": 64}
 # over memory.
 COMPILED_FROM = {"cpu": 2**62, "cuda": 2**14}
 
-# Of hidden (N, D), weight (V, D) and bias (V,); None where none is needed.
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
 
 def chunk_rows(device: torch.device, V: int) -> int:
     """The number of positions whose logits exist at once."""
@@ -152,11 +149,10 @@ class _Chunks:
             return gradient
         return self.product[: len(gradient)].copy_(gradient)
 
-    def backward(
-        self, chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor, gradients: Gradients
-    ) -> None:
-        """Send `factor[:, None] * gradient`, (n, V), through the matrix product: sets the chunk of the
-        gradient of hidden, adds to the others."""
+    def backward(self, chunk: slice, h: Tensor, gradient: Tensor, factor: Tensor, gradients: tuple) -> None:
+        """Send `factor[:, None] * gradient`, (n, V), through the matrix product, to the gradients of hidden
+        (N, D), weight (V, D) and bias (V,), each None if it is not needed: sets the chunk of the first, adds
+        to the others."""
         d_hidden, d_weight, d_bias = gradients
         if d_hidden is not None:
             torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden[chunk])
@@ -173,16 +169,14 @@ class _Chunks:
         if d_bias is not None:
             d_bias.add_(factor.to(self.dtype) @ gradient)
 
-    def empty_gradients(self, needed: Sequence[bool], hidden: Tensor) -> Gradients:
+    def empty_gradients(self, needed: Sequence[bool], hidden: Tensor) -> tuple:
         """Buffers for those that are needed of hidden, weight and bias; the last two are zeros."""
         d_hidden = torch.empty_like(hidden) if needed[0] else None
         d_weight = torch.zeros_like(self.weight, dtype=self.exact) if needed[1] else None
         d_bias = torch.zeros_like(self.bias, dtype=self.exact) if needed[2] else None
         return d_hidden, d_weight, d_bias
 
-    def scores(
-        self, hidden: Tensor, gradients: Gradients | None = None, weights: Tensor | None = None
-    ) -> Tensor:
+    def scores(self, hidden: Tensor, gradients: tuple | None = None, weights: Tensor | None = None) -> Tensor:
         """logps, entropy and correct, (3, N). gradients: those of `Σ weights · logps` are written there,
         weights (N,); None: 1 for each token."""
         scores = hidden.new_empty(3, len(hidden), dtype=self.exact)

@@ -45,7 +45,8 @@ _current_call: Call | None = None
 
 
 class Hybrid:
-    """The layers of a language model that need to know the sequences of a call."""
+    """The layers of a language model that need to know the sequences of a call: those that carry a state along
+    their input, and rotary embeddings that depend on its length."""
 
     def __init__(self, lm: nn.Module):
         self.mixers = recurrent_mixers(lm)
@@ -74,11 +75,6 @@ def names_in_code(cls: type) -> set[str]:
         if inspect.isfunction(value):
             names.update(inspect.unwrap(value).__code__.co_names)
     return names
-
-
-def is_hybrid(lm: nn.Module) -> bool:
-    """Whether a layer carries a state along its input, or the positions depend on its length."""
-    return bool(recurrent_mixers(lm) or scaled_rotaries(lm))
 
 
 @contextlib.contextmanager
@@ -227,7 +223,8 @@ def _original_length(module: nn.Module) -> int:
     for prefix, kind in _kinds(module).items():
         if kind == "longrope":
             parameters = module.config.rope_parameters
-            parameters = parameters[prefix[:-1]] if prefix else parameters
+            if prefix:
+                parameters = parameters[prefix[:-1]]
             limits.append(parameters["original_max_position_embeddings"])
     return min(limits)
 

@@ -15,7 +15,8 @@ class LogitTransform(NamedTuple):
 
 
 def logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransform:
-    config, scale = inner.config.get_text_config(), 1.0
+    config = inner.config.get_text_config()
+    scale = 1.0
     for name in ("logit_scale", "lm_head_multiplier", "output_multiplier"):  # Cohere, Falcon-H1, Muse
         scale *= getattr(config, name, None) or 1.0
     # Granite, Inkling; HyperCLOVA X multiplies

@@ -82,7 +82,8 @@ def policy_writer(
     weights = gather_weights(accelerator, model, frozen=True)
 
     def write(folder: Path) -> None:
-        lm, part = wrapper.lm, part_of(wrapper, weights, "lm.")
+        lm = wrapper.lm
+        part = part_of(wrapper, weights, "lm.")
         if hasattr(lm, "peft_config"):
             every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
             if is_quantised(lm):
@@ -97,7 +98,8 @@ def policy_writer(
 def _merged(lm: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """The merged transformers model of a peft model with these weights, on the CPU; weights that an adapter
     changes are copies."""
-    inner, config = base_lm(lm), copy.deepcopy(lm.peft_config[TRAINED])
+    inner = base_lm(lm)
+    config = copy.deepcopy(lm.peft_config[TRAINED])
     plain = copy.deepcopy(inner.config)
     plain._attn_implementation = "eager"  # only its weights are used
     for name in ("quantization_config", "_pre_quantization_dtype"):

@@ -24,7 +24,10 @@ def make_optimizer(
     """
     muon_ids = set(map(id, matrices(model))) if args.optim == "muon" else set()
     extra_ids = set(map(id, model.extra.parameters())) if extra_lr_multiplier != 1 else set()
-    decayed, not_decayed, extra, for_muon = [], [], [], []
+    decayed = []
+    not_decayed = []
+    extra = []
+    for_muon = []
     fused = True  # one kernel for the whole update, where available
     for p in model.parameters():
         if not p.requires_grad:

@@ -53,10 +53,11 @@ def use_plain_arithmetic(args: CommonArgs, lm: nn.Module) -> None:
     """Make the quantised layers of a model compute as this module's docstring says. Raises UserError if the
     flags found none, and for a config that promises quantised weights to files of plain ones."""
     layers = _quantised_layers(lm)
-    if plain := [name for name, module in layers.items() if type(module.weight) is nn.Parameter]:
-        raise UserError(
-            f"config.json has a quantization_config, and {plain[0]} of the files is plain: take out that entry"
-        )
+    for name, module in layers.items():
+        if type(module.weight) is nn.Parameter:
+            raise UserError(
+                f"config.json has a quantization_config, and {name} of the files is plain: take out that entry"
+            )
     # whose kernels read the weights directly
     unfit = not layers or lm.config.model_type in ("mamba", "falcon_mamba")
     if unfit and (args.load_in_4bit or args.load_in_8bit):
@@ -82,9 +83,10 @@ def dequantised(weight: Tensor) -> Tensor:
 
 def dequantised_layers(lm: nn.Module) -> dict[str, Tensor]:
     """The dequantised weights of the quantised layers, by name."""
-    return {
-        f"{name}.weight": dequantised(module.weight).cpu() for name, module in _quantised_layers(lm).items()
-    }
+    weights = {}
+    for name, module in _quantised_layers(lm).items():
+        weights[f"{name}.weight"] = dequantised(module.weight).cpu()
+    return weights
 
 
 def _quantised_layers(lm: nn.Module) -> dict[str, nn.Module]:

@@ -26,7 +26,9 @@ class Reference:
     def __init__(self, accelerator: Accelerator, model: FlatModel, *, without_adapter: bool = False):
         """model: a frozen one; with without_adapter, the trained model, used here with its LoRA adapter off,
         or with the adapter that the run started from."""
-        self.accelerator, self.model, self.without_adapter = accelerator, model, without_adapter
+        self.accelerator = accelerator
+        self.model = model
+        self.without_adapter = without_adapter
 
     @torch.no_grad()
     def __call__(self, batch: Batch, **options: Any) -> Output:
@@ -38,11 +40,9 @@ class Reference:
 
     def sums(self, batch: Batch) -> Tensor:
         """The log-probability of each sequence, summed over its trained tokens: (S,), without gradient."""
-        return (
-            segment_sum(self(batch).logps, batch["cu_seqlens"])
-            if self.model is not None
-            else batch["ref_logps"]
-        )
+        if self.model is None:
+            return batch["ref_logps"]
+        return segment_sum(self(batch).logps, batch["cu_seqlens"])
 
     def precompute(self, args: CommonArgs, *data: Shuffled | Examples) -> None:
         """Give each sequence its log-probability under the reference, as the field ref_logps. Then drop the
@@ -66,13 +66,14 @@ def score(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndar
     mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
     # batches of similar lengths
     mine.sort(key=lambda i: sum(len(sequence["input_ids"]) for sequence in examples[i]))
-    found: list[tuple[int, list[float]]] = []
+    scored = []  # (index, log-probabilities of its sequences) of each example
     for start in range(0, len(mine), args.per_device_eval_batch_size):
         members = mine[start : start + args.per_device_eval_batch_size]
         batch = flat_batch([examples[i] for i in members], accelerator.device)
         sums = reference.sums(batch)
-        found += zip(members, sums.view(len(members), -1).tolist(), strict=True)
-    return np.array([values for _, values in sorted(gather_lists(accelerator, found))], np.float32).flatten()
+        scored += zip(members, sums.view(len(members), -1).tolist(), strict=True)
+    scored = sorted(gather_lists(accelerator, scored))
+    return np.array([values for _, values in scored], np.float32).flatten()
 
 
 def load_reference(

@@ -38,17 +38,17 @@ def gathered(model: nn.Module) -> Iterator[None]:
     # Their hooks would reshard each block after its call, and would plan prefetching in the next backward
     # pass from these calls, whose number differs between processes.
     hooked = list(model.modules()) if zero else parts
-    hooks = [
-        (kind, dict(kind)) for module in hooked for kind in (module._forward_pre_hooks, module._forward_hooks)
-    ]
-    for kind, _ in hooks:
-        kind.clear()
+    removed = []
+    for module in hooked:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            removed.append((hooks, dict(hooks)))
+            hooks.clear()
     try:
         with _zero_gathered(zero):
             yield
     finally:
-        for kind, kept in hooks:
-            kind.update(kept)
+        for hooks, before in removed:
+            hooks.update(before)
         for part in parts:
             part.reshard()
 

@@ -61,9 +61,6 @@ def plan(own: np.ndarray, lengths: np.ndarray, token_map: np.ndarray | None, dev
     """own, lengths (S,): tokens of each sequence that are its own, and all."""
     longest = int(own.max()), int(lengths.max())
     tokens = None if token_map is None else to_device(token_map, device)
-    return Ragged(_offsets(own, device), _offsets(lengths, device), longest, tokens)
-
-
-def _offsets(counts: np.ndarray, device: torch.device) -> Tensor:
-    offsets = np.cumsum([0, *counts])
-    return to_device(offsets.astype(np.int32), device)
+    own_offsets = np.cumsum([0, *own], dtype=np.int32)
+    full_offsets = np.cumsum([0, *lengths], dtype=np.int32)
+    return Ragged(to_device(own_offsets, device), to_device(full_offsets, device), longest, tokens)

@@ -19,15 +19,13 @@ Step = Callable[[Tensor], Tensor]
 def completions_at_once(lm: torch.nn.Module, tokens: int) -> int:
     """How many completions of up to `tokens` tokens, each with its prompt, to sample together: as many as
     half of the free memory of the GPU holds with their logits."""
-    config, weight = lm.config.get_text_config(), lm.get_input_embeddings().weight
+    config = lm.config.get_text_config()
+    weight = lm.get_input_embeddings().weight
     names = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"
     L, H, Hkv, Dh, D = (size_of_all_layers(config, name) for name in names)
     cache = 2 * tokens * L * (Hkv or H or 1) * (Dh or D // max(H, 1)) * compute_dtype(weight).itemsize
-    free = (
-        torch.cuda.mem_get_info(weight.device)[0]
-        + torch.cuda.memory_reserved()
-        - torch.cuda.memory_allocated()
-    )
+    free, _ = torch.cuda.mem_get_info(weight.device)
+    free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     # A draw takes logits, probabilities, and these in order with their places.
     return free // 2 // (cache + 32 * config.vocab_size)
 
@@ -54,7 +52,8 @@ class StepGraph:
             return self.replay(tokens)
         logits = self._eager(step, tokens)
         if not self.waits and self.version != version:
-            self.replay, self.version = None, version
+            self.replay = None
+            self.version = version
             try:
                 self.replay = capture(step, tokens)
             except Exception as error:  # from a kernel, or the allocator
@@ -97,7 +96,8 @@ def waiting_is_an_error() -> Iterator[None]:
 def shared(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGraph]:
     """The stream of all captures (cuBLAS keeps a workspace for each), and a graph that stays, whose pool all
     share: a pool without a graph cannot be captured into again, and its memory would stay reserved."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=device)
@@ -110,7 +110,9 @@ def capture(step: Step, tokens: Tensor) -> Step:
 
     torch.cuda.graph would synchronise, collect garbage and empty the caches each time.
     """
-    tokens, graph, (stream, first) = tokens.clone(), torch.cuda.CUDAGraph(), shared(tokens.device)
+    tokens = tokens.clone()
+    graph = torch.cuda.CUDAGraph()
+    stream, first = shared(tokens.device)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         graph.capture_begin(pool=first.pool(), capture_error_mode="thread_local")

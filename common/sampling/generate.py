@@ -90,7 +90,8 @@ def sample(
 
     A completion ends, unfinished, at the model's last position. Raises UserError for a longer prompt.
     """
-    stop_ids = model.stop_ids if stop_ids is None else stop_ids
+    if stop_ids is None:
+        stop_ids = model.stop_ids
     if isinstance(max_new_tokens, int):
         limits = [max_new_tokens] * len(prompts)
     else:
@@ -106,7 +107,7 @@ def sample(
     waiting = list(range(len(prompts)))  # indices of prompts
     if method.equal_lengths:
         waiting.sort(key=lambda i: lengths[i])
-    completions: dict[int, Sampled] = {}
+    completions = {}
     with generating(model, method.attention) as lm:
         while waiting:
             members = waiting[:batch_size]
@@ -137,7 +138,7 @@ def sample(
 
 def distinct_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
     """The different ones among the prompts, and for each prompt its index among them."""
-    indices: dict[tuple[int, ...], int] = {}
+    indices = {}
     owner = []
     for prompt in prompts:
         owner.append(indices.setdefault(tuple(prompt), len(indices)))
@@ -146,13 +147,14 @@ def distinct_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, 
 
 def choose_method(model: FlatModel, longest: int) -> SamplingMethod:
     """longest: the largest number of tokens of a prompt and its completion."""
+    flat = SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
     if not model.padded and not model.hybrid:
-        return SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
+        return flat
     # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
     if cache_name(model) is None or (model.hybrid and longest > model.hybrid.max_unscaled_length):
         return SamplingMethod(partial(WholeDecoder, model), FLAT)
     if not model.padded and not mixers_of(model):
-        return SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
+        return flat
     inner = base_lm(model.lm)
     equal_lengths = model.padded or not caches_join(inner)
     return SamplingMethod(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
@@ -262,7 +264,8 @@ def _sample_batch(
     check_every, shrink_below = (1, 0.9) if device.type == "cpu" else (8, 0.75)
     for t in range(max_new_tokens):
         chosen, tokens_logps = draw(logits, uniforms[rows, t], temperature, top_k, top_p)
-        tokens[rows, t], logps[rows, t] = chosen, tokens_logps
+        tokens[rows, t] = chosen
+        logps[rows, t] = tokens_logps
         if t + 1 == max_new_tokens:
             break
         unfinished &= ~stops[chosen] & (t < last[rows])
@@ -272,7 +275,9 @@ def _sample_batch(
                 break
             if keep.sum() < shrink_below * len(rows):
                 kept = decoder.keep(keep)
-                rows, chosen, unfinished = rows[kept], chosen[kept], unfinished[kept]
+                rows = rows[kept]
+                chosen = chosen[kept]
+                unfinished = unfinished[kept]
         logits = decoder.next_logits(chosen)
 
     ended = stops[tokens] & (torch.arange(max_new_tokens, device=device) <= last[:, None])
@@ -302,9 +307,11 @@ class FlatDecoder:
         static: keep memory at fixed addresses from step to step, as a CUDA graph requires; None: on a GPU
         only.
         """
-        self.lm, self.prompts = lm, prompts
+        self.lm = lm
+        self.prompts = prompts
         self.device = base_lm(lm).device
-        static = self.device.type == "cuda" if static is None else static
+        if static is None:
+            static = self.device.type == "cuda"
         self.cache = KVCache(prompts, owner, max_new_tokens, self.device, static)
         self.owner = torch.tensor(owner, device=self.device)
         self.graph = StepGraph() if self.device.type == "cuda" else None

@@ -60,9 +60,9 @@ class KVCache:
         self.static = static
         self.limit = limit
         self.capacity = min(limit, FIRST_CAPACITY)
-        self.layers: list[Layer] = []
+        self.layers = []
         self.calls = 0  # calls of `attend` in this forward pass; layers come in the same order in each
-        self.masks: dict[int | None, Tensor | None] = {}
+        self.masks = {}  # of this pass, by window
         self.version = 0
         self.t = -1  # the completions' newest token; -1: prompts are being read
         self.newest = torch.full((1,), -1, device=device)  # the same on the device
@@ -283,7 +283,9 @@ def cached_attention(
     Raises RuntimeError as `flat_attention` does.
     """
     dtype = compute_dtype(query)  # as SDPA does by itself
-    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query = query.to(dtype)
+    key = key.to(dtype)
+    value = value.to(dtype)
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
         options = {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}

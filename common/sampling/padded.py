@@ -140,7 +140,8 @@ class PaddedDecoder:
     def read_prompts(self) -> Tensor:
         lengths = np.array(list(map(len, self.prompts)))
         order = np.argsort(lengths, kind="stable")
-        logits, caches = [], []
+        logits = []
+        caches = []
         for length in np.unique(lengths):
             group = np.flatnonzero(lengths == length)
             ids = torch.tensor([self.prompts[i] for i in group], device=self.device)

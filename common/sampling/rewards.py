@@ -105,7 +105,8 @@ def _load(spec: str, device: torch.device) -> Reward:
 def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
     """The function or class named by "path/to/file.py:name". timeout: seconds that the import may take; 0: no
     limit. Raises UserError if it cannot be loaded."""
-    path, name = spec, ""
+    path = spec
+    name = ""
     if ".py:" in spec:
         path, _, name = spec.rpartition(":")
     if not os.path.isfile(path):
@@ -269,7 +270,8 @@ def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
             parameters = inspect.signature(reward.function).parameters.values()
         except (TypeError, ValueError):  # of a function written in C
             continue
-        names, needed = set(), set()
+        names = set()
+        needed = set()
         not_taken = {*GIVEN, *columns}
         for p in parameters:
             if p.kind == p.VAR_KEYWORD:

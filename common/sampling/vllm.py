@@ -158,14 +158,14 @@ class RolloutServers:
         self.start = f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000"
         self.start += f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
-        self.failed: dict[str, str] = {}  # {url: why} of those that are left out, until the next push
+        self.failed = {}  # {url: why} of those that are left out, until the next push
         self.background = ThreadPoolExecutor(1)  # one rollout after another
         self.running = []
         self.synced = None  # the step whose weights the servers have
         self.version = ""  # of these weights
         self.run = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
-        # each one's answer when it last changed, and ours then
-        self.probes: dict[str, tuple[Sampled, np.ndarray]] = {}
+        # {url: (its answer to the probe when that last changed, our log-probabilities then)}
+        self.probes = {}
         dtypes = on_main_process(accelerator, lambda: {self._check(url) for url in self.urls})
         is_float32 = accelerator.mixed_precision == "no" and lm.dtype == torch.float32
         self.tolerance = EXACT if is_float32 and dtypes == {"float32"} else ROUNDED
