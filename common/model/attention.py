@@ -144,9 +144,9 @@ def plan_flat_row(
     token_map: (F,) int64, the token in the row of each token of the full sequences; None: nothing is shared.
     A sequence's own tokens are its last ones, and are in the row in the order of the sequences.
 
-    On Hopper, cuDNN's kernel is about twice as fast as the others (transformers#48163), but prepares itself for
-    each new shape, up to a second long (FunASR#3704): it is for rows of equal sequences whose length recurs, as
-    that of full rows does.
+    On Hopper, cuDNN's kernel is about twice as fast as the others (transformers#48163), but takes up to a
+    second to prepare for each new shape (FunASR#3704). So it is used only for rows of sequences of equal length,
+    because such lengths recur: full rows have always the same.
     """
     lengths = np.asarray(lengths)
     is_bucket = token_map is None and bool((lengths == lengths[0]).all())

@@ -267,10 +267,10 @@ class FlatModel(nn.Module):
             return _Pass([body(self.lm)(**inputs, **options)])
 
     def _call_padded(self, batch: Batch, options: dict[str, Any]) -> _Pass:
-        """The sequences as rows of a padded batch; of several, each of sequences of equal length, where
-        padding would change them.
+        """The sequences become the rows of a padded batch, or, where padding would change the results, of
+        several batches, each of sequences of equal length.
 
-        Raises UserError for several with sharded weights, because processes then wait for each other in every
+        Raises UserError for several batches with sharded weights: processes then wait for each other in every
         call.
         """
         ids = batch["input_ids"][0]

@@ -153,8 +153,10 @@ def _batch_by_batch(mixer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             return list(zip(*map(split, x), strict=True))
         if not isinstance(x, Tensor) or x.shape[:2] != (1, T):
             return [x] * len(batches)
-        parts = Gather.apply(x[0], batches, inverse, row.shared)
-        return [part.view(*batch.shape, *x.shape[2:]) for part, batch in zip(parts, batches, strict=True)]
+        parts = []
+        for part, batch in zip(Gather.apply(x[0], batches, inverse, row.shared), batches, strict=True):
+            parts.append(part.view(*batch.shape, *x.shape[2:]))
+        return parts
 
     def join(parts: tuple[Any, ...]) -> Any:
         """(b, L, ...) of each batch -> (1, T, ...)."""

@@ -35,8 +35,8 @@ class Ragged:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, scaling: float | None, sliding_window: int | None
     ) -> Tensor:
-        """(T, H, Dh), (T, Hkv, Dh), (T, Hkv, Dv) -> (T, H, Dv), Dv up to Dh (latent attention has values of
-        fewer numbers).
+        """(T, H, Dh), (T, Hkv, Dh), (T, Hkv, Dv) -> (T, H, Dv), Dv up to Dh (smaller in latent
+        attention).
 
         For a sequence with fewer queries than keys, the kernel aligns them to its end. So a token of a shared
         prefix is a query only once.

@@ -64,7 +64,7 @@ class SamplingMethod(NamedTuple):
 
     # (prompts, prompt of each, longest)
     decoder: Callable[[Sequence[Sequence[int]], Sequence[int], int], Decoder]
-    attention: str  # the implementation that it needs, of a model that is trained on flat rows
+    attention: str  # the attention implementation to sample with, if the model is trained on flat rows
     equal_lengths: bool = False  # whether only prompts of equal length can be completed together
 
 
@@ -150,7 +150,7 @@ def choose_method(model: FlatModel, longest: int) -> SamplingMethod:
     flat = SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
     if not model.padded and not model.hybrid:
         return flat
-    # A cache of the layers' own; or entries that would have the positions of a shorter sequence.
+    # The layers have a cache of their own; or cached entries would have the positions of a shorter sequence.
     if cache_name(model) is None or (model.hybrid and longest > model.hybrid.max_unscaled_length):
         return SamplingMethod(partial(WholeDecoder, model), FLAT)
     if not model.padded and not mixers_of(model):

@@ -131,7 +131,7 @@ class PaddedDecoder:
             optional["position_ids"] = position_ids
         if "logits_to_keep" in self.accepted:
             optional["logits_to_keep"] = 1
-        # without, the new token would be multiplied by it
+        # with a cache of states alone, the layers would multiply the new token by the mask
         if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):
             optional["attention_mask"] = mask
         out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)

@@ -135,8 +135,8 @@ def from_package(spec: str) -> Any:
 
 
 def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """function(**arguments), awaited if necessary, in the working directory of now, wherever it goes. Raises
-    whatever it raises, and TimeLimitReached after `timeout` seconds (0: no limit)."""
+    """function(**arguments), awaited if necessary; the working directory is restored if the function changes
+    it. Raises whatever it raises, and TimeLimitReached after `timeout` seconds (0: no limit)."""
     with contextlib.chdir("."), time_limit(timeout):
         value = function(**arguments)
         return asyncio.run(value) if inspect.isawaitable(value) else value
@@ -212,7 +212,7 @@ def regex(pattern: str) -> Callable[..., list[float]]:
 
 
 def length(limit: str) -> Callable[..., list[float]]:
-    """0 up to the limit, then falling by 1 per further `limit` tokens."""
+    """0 up to the limit; above it, minus the excess as a share of the limit."""
     if not limit.isdigit() or int(limit) == 0:
         raise UserError("expected a number of tokens, for instance length:200")
     N = int(limit)

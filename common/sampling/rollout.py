@@ -107,8 +107,12 @@ def rollout_metrics(
     if not counted.all():
         metrics["completions/left_out_ratio"] = (~counted).double().mean()
     for f, function in enumerate(rewards):
-        values = as_float64([c.rewards[f] for c in completions if c.rewards[f] is not None])
-        if len(values):
+        values = []
+        for completion in completions:
+            if completion.rewards[f] is not None:
+                values.append(completion.rewards[f])
+        if values:
+            values = as_float64(values)
             metrics[f"rewards/{function.name}/mean"] = values.mean()
             metrics[f"rewards/{function.name}/std"] = values.std(correction=0)
     # NaN is the mean of none: no reward, none finished

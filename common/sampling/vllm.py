@@ -4,7 +4,7 @@ from them.
 Plain HTTP; requests and answers are those of vLLM 0.32 in development mode (docs/rollouts.md). The weights
 get there through a folder that the servers can read. After each push every server answers a probe: its
 log-probabilities have to be those of the trained model. A stale cache, a packed copy of old weights or a
-reload without effect shows only there.
+reload without effect would show nowhere else.
 
 A server that fails is left out until the next push, and the others sample its completions with the same
 seeds. With none left the run is saved and ends with one line.
