@@ -31,8 +31,8 @@ import torch.nn.functional as F
 
 FLAT = "flat"
 MIN_RELATIVE_LENGTH = 0.8  # shortest sequence of a bucket relative to the longest
-# On a CPU: queries per strip, and the longest sequence that is split into strips (see _strips_pay).
-STRIP, LONGEST_IN_STRIPS = 128, 640
+STRIP = 128  # queries per strip on a CPU
+LONGEST_IN_STRIPS = 640  # the longest sequence that is split into strips there (see _strips_pay)
 MIN_REAL_QUERIES = 0.5  # share of real (unpadded) queries in a bucket, where a prefix is shared
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,

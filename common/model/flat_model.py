@@ -97,7 +97,7 @@ class FlatModel(nn.Module):
         hybrid = hybrids.Hybrid(lm)
         self.hybrid = hybrid if hybrid.mixers or hybrid.rotaries else None
         self.dropout_off = False  # see disable_dropout
-        self.stop_ids: list[int] = []  # the tokens that end a completion; set by load_model
+        self.stop_ids = []  # the tokens that end a completion; set by load_model
         self.experts = None  # of a mixture of experts, an experts.Experts; set by load_model
         # read by FSDP's wrapping policy
         self._no_split_modules = getattr(base_lm(lm), "_no_split_modules", None)

@@ -61,7 +61,8 @@ def _has_code_of(known: type[nn.Module], module: nn.Module) -> bool:
 def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses the plain form itself
         return type(self).forward(self, x)
-    weight, epsilon = self.weight, self.variance_epsilon
+    weight = self.weight
+    epsilon = self.variance_epsilon
     dtype = None
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)

@@ -27,8 +27,9 @@ import torch.nn.functional as F
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-# adapter names within a model: the trained one, and its frozen starting point
-TRAINED, START = "default", "start"
+# Names of adapters within a model.
+TRAINED = "default"
+START = "start"  # a frozen copy of the adapter that the run started from
 # Layers of an architecture that adapters do not fit, by model_type: fused kernels of Mamba's mixers read
 # these weights directly, bypassing any adapter; a layer of DeepSeek-V4 holds several matrices.
 MIXER = ("out_proj", "conv1d")

@@ -288,9 +288,9 @@ def cached_attention(
     value = value.to(dtype)
     if kv_cache.t < 0:
         kv_cache.read_prompts(key[0], value[0])
-        options = {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
+        kwargs |= {"flat_row": kv_cache.flat_row, "softcap": softcap, "s_aux": s_aux}
         return flat_attention(
-            module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **options
+            module, query, key, value, attention_mask, scaling, 0.0, sliding_window, **kwargs
         )
     with torch.autocast(query.device.type, enabled=False):
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
