@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 ANOTHER = "another template: --chat_template chatml, with tools a .jinja file"
+WITHOUT_IT = f"without it, if it is in a field: --columns unused=reasoning_content; or {ANOTHER}"
 # Tried in this order, until the rendering of an answer continues its header.
 SWITCHES: tuple[Switches, ...] = (
     {},
@@ -199,8 +200,7 @@ def _answer(
         chat = [without_empty_thought(turn) for turn in [*before, message]]
         if chat[-1] == message or header.endswith("<think>"):
             raise NotContinued(
-                "the chat template writes a thought of its own before that of the answer (without it: "
-                f"--columns unused=reasoning_content; or {ANOTHER})"
+                f"the chat template writes a thought of its own before that of the answer ({WITHOUT_IT})"
             )
         return _answer(chat[:-1], chat[-1], tokenizer, tools, switches)
     ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
@@ -227,10 +227,7 @@ def _why_not_continued(context: str, message: Message) -> str:
     if "think" not in header and "thought" not in header:
         return f"the chat template rewrites the text before an answer ({ANOTHER})"
     if message.get("thinking") and "/think" in header:
-        return (
-            "the chat template's header closes a thought, and this answer has one (without it: "
-            f"--columns unused=reasoning_content; or {ANOTHER})"
-        )
+        return f"the chat template's header closes a thought, and this answer has one ({WITHOUT_IT})"
     if message.get("thinking"):
         return f"the chat template's header begins a thought, and leaves out those of answers ({ANOTHER})"
     return (
