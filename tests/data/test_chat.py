@@ -77,7 +77,7 @@ OUTPUT = {"role": "tool", "content": '{"x": "2"}', "tool_call_id": "call_7", "na
 
 
 def thinking(message, thought=THOUGHT):
-    return message | dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)
+    return message | dict.fromkeys(("reasoning_content", "thinking", "reasoning", "tool_plan"), thought)
 
 
 def apply(messages, tokenizer, **options):
