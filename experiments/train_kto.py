@@ -64,8 +64,8 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:
     """A dataset row as one sequence, prompt + answer, with its label and any field of your own.
     A row that raises BadRow is left out, counted and reported."""
     chat = as_labelled(row)
-    sequences = tokenize_chat(chat, tokenizer, max_length=args.max_length)
-    return [sequence | {"label": int(chat["label"])} for sequence in sequences]
+    (sequence,) = tokenize_chat(chat, tokenizer, max_length=args.max_length, all_or_none=True)
+    return [sequence | {"label": int(chat["label"])}]
 
 
 def kto_loss(

@@ -29,12 +29,16 @@ from common.data.chat_template import (
     per_tokenizer,
     prepare,
     special_tokens,
+    without_empty_thought,
+    without_thought,
 )
 from common.data.types import BadRow, Message, Tokenizer, notes
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+ANOTHER = "another template: --chat_template chatml, with tools a .jinja file"
+WITHOUT_IT = f"without it, if it is in a field: --columns unused=reasoning_content; or {ANOTHER}"
 # Tried in this order, until the rendering of an answer continues its header.
 SWITCHES: tuple[Switches, ...] = (
     {},
@@ -174,7 +178,12 @@ def _answer(
         raise NotContinued(str(reason)) from None
     text = apply_template([*before, message], tokenizer, tools, switches)
     if not text.startswith(context):
-        raise NotContinued(_why_not_continued(context, message))
+        # gpt-oss's and Kimi's templates drop what was thought before calls once there is a final answer. It is
+        # written as in the same chat without these thoughts, of which it continues the text.
+        shorter = [without_thought(turn) for turn in before]
+        if shorter == before or apply_template([*shorter, message], tokenizer, tools, switches) != text:
+            raise NotContinued(_why_not_continued(context, message))
+        return _answer(shorter, message, tokenizer, tools, switches)._replace(context=context)
     written = text[len(context) :]
     end_of_words = 0
     for what, forms in _words_of(message):
@@ -182,10 +191,18 @@ def _answer(
         if end is None:  # some templates write the calls first
             end = _end_of(forms, written, 0)
         if end is None:
-            raise BadRow(
-                f"the chat template leaves out or changes {what} (another one: --chat_template chatml)"
-            )
+            raise BadRow(f"the chat template leaves out or changes {what} ({ANOTHER})")
         end_of_words = max(end_of_words, end)
+    content = _text_of(message).strip()
+    header = (context + written[: written.find(content)]).rstrip()
+    if content.startswith("<think>") and header.endswith(("<think>", "</think>")):
+        # The template writes a thought of its own: sampling never has two.
+        chat = [without_empty_thought(turn) for turn in [*before, message]]
+        if chat[-1] == message or header.endswith("<think>"):
+            raise NotContinued(
+                f"the chat template writes a thought of its own before that of the answer ({WITHOUT_IT})"
+            )
+        return _answer(chat[:-1], chat[-1], tokenizer, tools, switches)
     ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
     if ending is not None and ending.marks in written[:end_of_words]:
         raise BadRow(
@@ -207,14 +224,15 @@ def _end_of(forms: list[str], text: str, start: int) -> int | None:
 def _why_not_continued(context: str, message: Message) -> str:
     """Why an answer's text does not begin with the text that it would be sampled after."""
     header = context[-30:]
-    another = "another template: --chat_template chatml, with tools a .jinja file"
     if "think" not in header and "thought" not in header:
-        return f"the chat template rewrites the text before an answer ({another})"
+        return f"the chat template rewrites the text before an answer ({ANOTHER})"
+    if message.get("thinking") and "/think" in header:
+        return f"the chat template's header closes a thought, and this answer has one ({WITHOUT_IT})"
     if message.get("thinking"):
-        return f"the chat template's header begins a thought, and leaves out those of answers ({another})"
+        return f"the chat template's header begins a thought, and leaves out those of answers ({ANOTHER})"
     return (
         "the chat template's header begins a thought, and this answer is written without: give it one "
-        f"(reasoning_content), or {another}"
+        f"(reasoning_content), or {ANOTHER}"
     )
 
 
@@ -254,16 +272,19 @@ def _text_of(message: Message) -> str:
 
 
 def _check_messages(text: str, chat: list[Message], answers_too: bool = False) -> None:
-    """Raises BadRow for a message, other than an answer, that is not in the text of its chat."""
+    """Note messages, other than answers, that are not in the text of their chat: the model is sampled so, too.
+    answers_too: raises BadRow for an answer that is not there."""
     for message in chat:
-        if message["role"] == "assistant" and not answers_too:
+        is_answer = message["role"] == "assistant"
+        if is_answer and not answers_too:
             continue
         content = _text_of(message).strip()
         as_json = json.dumps(content, ensure_ascii=False)[1:-1]  # some templates write tool output so
-        if content not in text and as_json not in text:
-            raise BadRow(
-                f"the chat template leaves out a {message['role']} message (try --chat_template chatml)"
-            )
+        if content in text or as_json in text:
+            continue
+        if is_answer:
+            raise BadRow(f"the chat template leaves out or changes an answer ({ANOTHER})")
+        notes.add(f"the chat template leaves out or changes a {message['role']} message")
 
 
 def _without_place(chat: list[Message], tools: Tools, tokenizer: Tokenizer) -> str | None:

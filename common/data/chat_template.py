@@ -174,7 +174,8 @@ def needs_of(tokenizer: Tokenizer) -> Needs:
         except BadRow:
             return False
         # an object as Python prints it, or text that was encoded twice, is no place for a call
-        return word in text and "{'where'" not in text and '\\"where' not in text
+        is_misread = tools is None and ("{'where'" in text or '\\"where' in text)
+        return word in text and not is_misread
 
     needs = Needs()
     if not writes("question", [QUESTION], needs) and writes("question", [QUESTION], Needs(parts=True)):
@@ -221,7 +222,10 @@ def _with_thought(message: Message, needs: Needs) -> Message:
     thought, content = message.get("thinking"), message["content"]
     has_place = needs.call_thoughts if "tool_calls" in message else needs.thoughts
     if has_place and not thought and (inside := _THOUGHT.fullmatch(content)):
-        return message | dict.fromkeys(REASONING, inside[1].strip("\n")) | {"content": inside[2]}
+        message = message | {"content": inside[2]}
+        if inside[1].strip():  # an empty field is an empty thought for gpt-oss's template
+            message |= dict.fromkeys(REASONING, inside[1].strip("\n"))
+        return message
     if not has_place and thought:
         notes.add(
             "the chat template has no place for reasoning: it is written as <think> in the answer (without: "
@@ -229,6 +233,25 @@ def _with_thought(message: Message, needs: Needs) -> Message:
         )
         message = {key: value for key, value in message.items() if key not in REASONING}
         message["content"] = f"<think>\n{thought}\n</think>\n\n{content}"
+    return message
+
+
+def without_thought(message: Message) -> Message:
+    """A message without what some templates drop once a later answer is there: its thought, or the text beside its
+    calls."""
+    kept = {key: value for key, value in message.items() if key not in REASONING}
+    if "tool_calls" in message and isinstance(message["content"], str):
+        kept["content"] = ""
+    return kept
+
+
+def without_empty_thought(message: Message) -> Message:
+    """An answer without a leading <think></think>."""
+    content = message["content"]
+    if message["role"] == "assistant" and isinstance(content, str):
+        inside = _THOUGHT.fullmatch(content)
+        if inside and not inside[1].strip():
+            return message | {"content": inside[2]}
     return message
 
 

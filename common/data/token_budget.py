@@ -12,7 +12,7 @@ import numpy as np
 
 class Budget:
     """Which examples each window of a run has; a window has `parts` micro-batches of up to max_tokens
-    tokens."""
+    tokens. A longer example (a chat in several contexts may be one) has a micro-batch of its own."""
 
     def __init__(self, train: Any, parts: int, max_tokens: int, end: int | None):
         """train: see Windows; train.size(position) is read. end: the position at which the run ends; None:
@@ -50,11 +50,7 @@ class Budget:
         loads = [0] * self.parts  # a heap
         while self.end is None or position < self.end:
             size = self.train.size(position)
-            if size > self.max_tokens:
-                raise UserError(
-                    f"--max_tokens_per_batch {self.max_tokens}: one example alone has {size} tokens"
-                )
-            if loads[0] + size > self.max_tokens:
+            if loads[0] + size > max(size, self.max_tokens):
                 break
             heapq.heapreplace(loads, loads[0] + size)
             position += 1
@@ -63,7 +59,7 @@ class Budget:
 
 def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[int]]:
     """Distribute examples of these sizes (in tokens) over micro-batches of at most max_tokens and about equal
-    cost.
+    cost. A longer example is alone in its micro-batch.
 
     Largest first, each to the cheapest micro-batch with room. Micro-batches are ordered by cost, so that
     processes work on equal ones at the same time. Returns the indices of the examples in each part.
@@ -90,7 +86,7 @@ def _distribute(
     members = [[] for _ in range(parts)]
     loads, totals = np.zeros(parts, np.int64), np.zeros(parts)
     for i in order:
-        has_room = loads + sizes[i] <= max_tokens
+        has_room = loads + sizes[i] <= max(sizes[i], max_tokens)
         if not has_room.any():
             return None
         k = int(np.where(has_room, totals, np.inf).argmin())

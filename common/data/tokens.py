@@ -31,12 +31,17 @@ NOT_FAST = "a tokenizer is needed whose tokenizer.json does all that it does"
 
 @may_reject
 def tokenize_chat(
-    chat: dict[str, Any], tokenizer: Tokenizer, *, train_on: str = "all_turns", max_length: int | None = None
+    chat: dict[str, Any],
+    tokenizer: Tokenizer,
+    *,
+    train_on: str = "all_turns",
+    max_length: int | None = None,
+    all_or_none: bool = False,
 ) -> list[Sequence]:
     """The result of formats.as_chat (messages, prompt and completion, or text) as sequences of input_ids (n,)
     and loss_mask (n,) int64.
 
-    train_on: for messages, see tokenize_messages; of prompt and completion only the completion is trained, of
+    train_on, all_or_none: for messages, see tokenize_messages; of prompt and completion only the completion is trained, of
     a text all of it. max_length: longer sequences are truncated at the end, and left out if nothing of them
     is trained then. Raises BadRow if nothing is left to train on.
     """
@@ -52,6 +57,7 @@ def tokenize_chat(
             train_on=train_on,
             first_trained_turn=chat.get("prompt_turns", 0),
             switches=switches_to_try(tokenizer, chat.get("chat_template_kwargs")),
+            all_or_none=all_or_none,
         )
     for sequence in sequences:
         sequence["loss_mask"][0] = 0  # nothing predicts the first token
@@ -78,8 +84,9 @@ def tokenize_messages(
     template rewrites the text before an answer; then a further one, for that answer and those after it.
 
     train_on: all_turns or last_turn of the assistant, from first_trained_turn on, or everything. An assistant
-    turn with "train": False is never trained. switches, all_or_none: see chat.answers. Raises BadRow for a
-    conversation without a turn to train, or that its template rejects.
+    turn with "train": False is never trained. switches: see chat.answers. all_or_none: all answers are one item, in
+    one sequence, or the conversation is none. Raises BadRow for a conversation without a turn to train, or that its
+    template rejects.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_trained_turn]
     if not turns:
@@ -100,6 +107,8 @@ def tokenize_messages(
             this.mask[: len(before.ids)] = before.mask
             sequences.pop()
         sequences.append(this)
+    if all_or_none and len(sequences) > 1:
+        raise BadRow("an answer of several turns, of which the chat template rewrites the earlier ones")
     rest = encode_text(answer.rest, tokenizer, after=answer.written)
     sequences[-1].ids.extend(rest)
     sequences[-1].mask.extend([0] * len(rest))
@@ -226,8 +235,6 @@ def _sides(pair: dict[str, Any], tokenizer: Tokenizer) -> list[Sequence]:
         except BadRow as reason:
             reasons.append(reason)
             continue
-        if len(sides) > 2:
-            raise BadRow("an answer of several turns, of which the chat template rewrites the earlier ones")
         return sides
     raise reasons[0]
 

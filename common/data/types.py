@@ -20,7 +20,8 @@ Example = list[Sequence]
 RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask", "lengths", "token_map")
 
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing: each template reads its own
+# Names of one thing: each template reads its own (Cohere's tool_plan).
+REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")
 # What is to be known of the row that is tokenised: encode.py counts it, and empties the set.
 notes: set[str] = set()
 

@@ -83,6 +83,24 @@ STRICT_CALLS = """{{ tools | tojson if tools else '' }}{% for m in messages %}{{
 {%- if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
+# As gpt-oss: what was thought before a call, in a field or in its content, is dropped once there is a final answer; a
+# field that is there is written, empty or not.
+DROPS_LATER = """{% for m in messages %}{% if m.role == 'assistant' %}
+{%- set later = messages[loop.index:] | selectattr('role', 'equalto', 'assistant') | rejectattr('tool_calls', 'defined') %}
+{%- set thought = m.content if m.tool_calls and m.content else m.thinking %}
+{%- if thought is defined and not later | list and (m.tool_calls or not add_generation_prompt) %}
+{{- '<|assistant|>analysis' + thought + '<|end|>' }}{% endif %}
+{%- if m.tool_calls %}{{ '<|assistant|>to=add ' + (m.tool_calls[0].function.arguments | tojson) + '<|eot_id|>' }}
+{%- else %}{{ '<|assistant|>final' + m.content + '<|endoftext|>' }}{% endif %}
+{%- else %}{{ '<|' + ('user' if m.role == 'tool' else m.role) + '|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+# As SmolLM3's and Kimi's: an empty thought that the template writes itself, in the header or after it.
+CLOSED_HEADER = CHATML.replace(
+    "m.content +", "('<think>\n\n</think>\n' if m.role == 'assistant' else '') + m.content +"
+)
+CLOSED_HEADER = CLOSED_HEADER.replace("assistant\n' }}", "assistant\n<think>\n\n</think>\n' }}")
+CLOSED_AFTER = CLOSED_HEADER.replace("assistant\n<think>\n\n</think>\n' }}", "assistant\n' }}")
+
 # As DeepSeek-R1's: what is sampled begins in <think>, what an earlier turn thought is cut off, and answers
 # are trained so, too.
 R1 = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}{% endif %}

@@ -30,6 +30,9 @@ from transformers import GenerationConfig
 from tests.data.templates import (
     CHAT,
     CHATML,
+    CLOSED_AFTER,
+    CLOSED_HEADER,
+    DROPS_LATER,
     EVERY_KIND,
     GEMMA,
     NEXT_MARK,
@@ -74,7 +77,7 @@ OUTPUT = {"role": "tool", "content": '{"x": "2"}', "tool_call_id": "call_7", "na
 
 
 def thinking(message, thought=THOUGHT):
-    return message | dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)
+    return message | dict.fromkeys(("reasoning_content", "thinking", "reasoning", "tool_plan"), thought)
 
 
 def apply(messages, tokenizer, **options):
@@ -211,8 +214,10 @@ def test_an_answer_without_a_thought_follows_a_header_without():
         == apply([U], tokenizer, add_generation_prompt=True)
     )
     assert apply([U], tokenizer, add_generation_prompt=True, enable_thinking=True).endswith("<think>\n")
-    with pytest.raises(BadRow, match="begins a thought"):  # this run samples after the closed one
+    # this run samples after the closed one
+    with pytest.raises(BadRow, match="closes a thought.*--columns unused=reasoning_content"):
         tokenize_messages([U, thinking(A)], tokenizer)
+    assert len(check_as_sampled([U, A], tokenizer)) == 1
     for setting in ("enable_thinking", "=1", "a b=1"):
         with pytest.raises(UserError, match="expected name=value"):
             set_defaults(tokenizer, [setting])
@@ -238,6 +243,69 @@ def test_thinking_opened_for_samples_only_is_refused():
     assert len(check_as_sampled(CHAT, tokenizer)) == 2
 
 
+@pytest.mark.parametrize("template", [CLOSED_HEADER, CLOSED_AFTER])
+def test_no_answer_has_two_thoughts(template):
+    """The template writes an empty thought of its own: an empty one in the answer goes, another one is refused."""
+    tokenizer = make_tokenizer(template)
+    empty = [CHAT[0], A | {"content": "<think>\n\n</think>\n\nIt is 2."}, CHAT[2], CHAT[3]]
+    (sequence,) = tokenize_messages(empty[:2], tokenizer)
+    assert decode(sequence["input_ids"], tokenizer) == apply(CHAT[:2], tokenizer)
+    (sequence,) = tokenize_messages([*empty[:3], empty[1]], tokenizer)
+    assert decode(sequence["input_ids"], tokenizer) == apply([*CHAT[:3], A], tokenizer)
+    assert len(trained(sequence, tokenizer)) == 2
+    inside = A | {"content": f"<think>{THOUGHT}</think>It is 2."}
+    for answer in (thinking(A), inside):
+        with pytest.raises(
+            BadRow, match="a thought of its own.*--columns unused=reasoning_content; or .*chatml"
+        ):
+            tokenize_messages([U, answer], tokenizer)
+    assert tokenize_messages([U, inside], make_tokenizer(CHATML))
+    assert len(check_as_sampled([U, A], tokenizer)) == 1
+    # in a field and in the content
+    with pytest.raises(BadRow, match="a thought of its own"):
+        tokenize_messages([U, thinking(inside)], make_tokenizer(NEXT_MARK))
+    assert THOUGHT in trained(tokenize_messages([U, inside], make_tokenizer(NEXT_MARK))[0], tokenizer)[0]
+
+
+def test_an_empty_thought_is_none():
+    """Where the template would write an empty field, and where not."""
+    inside = A | {"content": "<think>\n\n</think>\n\nIt is 2."}
+    for template in (DROPS_LATER, OTHER_LAST_END, NEXT_MARK):
+        tokenizer = make_tokenizer(template)
+        (sequence,) = tokenize_messages([U, inside], tokenizer)
+        (without,) = tokenize_messages([U, A], tokenizer)
+        assert sequence["input_ids"].tolist() == without["input_ids"].tolist()
+        assert trained(sequence, tokenizer) == trained(without, tokenizer)
+    assert trained(without, tokenizer)[0].startswith("\n<think></think>")  # NEXT_MARK writes it itself
+
+
+def test_an_answer_is_trained_after_thoughts_that_the_template_drops_with_it():
+    """As gpt-oss's: sampling has the thought before the call; the text with the answer does not."""
+    tokenizer = make_tokenizer(DROPS_LATER)
+    beside = CALL | {"content": "Let me see."}
+    for before in (
+        [U, thinking(CALL), OUTPUT],
+        [U, beside, OUTPUT],
+        [U, thinking(CALL), OUTPUT, beside, OUTPUT],
+    ):
+        context = apply(before, tokenizer, add_generation_prompt=True)
+        text = apply([*before, A], tokenizer)
+        assert not text.startswith(context) and text.endswith("<|assistant|>finalIt is 2.<|endoftext|>")
+        (sequence,) = tokenize_messages([*before, A], tokenizer)
+        assert trained(sequence, tokenizer)[-1] == "finalIt is 2.<|endoftext|>"
+        assert decode(sequence["input_ids"], tokenizer) == context + "finalIt is 2.<|endoftext|>"
+        assert len(trained(sequence, tokenizer)) == len(before) // 2 + 1
+        notes.clear()
+        assert len(tokenize_messages([*before, A, CHAT[2], CHAT[3]], tokenizer)) == 2 and not notes
+    row = {"prompt": before, "chosen": [A], "rejected": [A | {"content": "3"}]}
+    pair = tokenize_pair(as_preference(row), tokenizer, 512)
+    assert trained(pair[1], tokenizer) == ["final3<|endoftext|>"]
+    # what is written otherwise for another reason is still refused
+    with pytest.raises(BadRow, match="rewrites the text before an answer"):
+        counts = make_tokenizer("{{ messages | length }}" + DROPS_LATER)
+        tokenize_messages([*before, A], counts, train_on="last_turn")
+
+
 # --- templates of released models ---------------------------------------------------------------------------
 
 # Marks and ends of templates that TRL ships, as far as they are not told by the template's text
@@ -250,7 +318,7 @@ END = re.compile(
 TRL = importlib.util.find_spec("trl")
 FOLDER = Path(TRL.origin).parent / "chat_templates" if TRL else Path("none")
 SHIPPED = [path for path in sorted(FOLDER.glob("*.jinja")) if not path.stem.endswith("_training")]
-LEFT_OUT = "no place for|refuses it|header begins a thought"
+LEFT_OUT = "no place for|refuses it|header (begins|closes) a thought"
 
 
 @pytest.mark.skipif(not SHIPPED, reason="the templates that TRL ships: pip install --no-deps trl==1.16.0")
@@ -359,6 +427,28 @@ def test_a_thought_before_a_call_has_a_place_of_its_own():
     assert first.startswith(THOUGHT + "<tool_call>") and second.startswith(f"<think>\n{THOUGHT}\n</think>")
 
 
+def test_a_plan_before_a_call_is_a_thought():
+    """Cohere's tool_plan: in its template, in others, and other names in its template."""
+    cohere = make_tokenizer(WRITES_CALLS.replace("m.content +", "(m.tool_plan or '') + m.content +"))
+    for name in ("tool_plan", "reasoning_content"):
+        messages = [U, CALL | {name: THOUGHT}, OUTPUT, A]
+        (sequence,) = tokenize_chat(as_chat({"messages": messages}), cohere)
+        written = apply([U, CALL | {"tool_plan": THOUGHT}, OUTPUT, A], cohere)
+        assert decode(sequence["input_ids"], cohere) == written
+        assert trained(sequence, cohere)[0].startswith(THOUGHT + "<tool_call>")
+
+
+def test_tools_are_written_as_the_template_has_them():
+    """As SmolLM3's: an object as Python prints it. A call in that form is none."""
+    tokenizer = make_tokenizer("{{ tools | string if tools else '' }}" + CHATML)
+    (sequence,) = tokenize_messages([U, A], tokenizer, tools=TOOLS)
+    assert decode(sequence["input_ids"], tokenizer) == apply([U, A], tokenizer, tools=TOOLS)
+    # in a call it would be none: the template gets the arguments as text
+    printed = WRITES_CALLS.replace("function | tojson", "function.name ~ m.tool_calls[0].function.arguments")
+    (sequence,) = tokenize_messages([U, CALL, OUTPUT, A], make_tokenizer(printed))
+    assert trained(sequence, tokenizer)[0] == '<tool_call>add{"a": 17, "who": "José"}<|im_end|>'
+
+
 def test_what_stops_in_the_middle_of_an_answer_is_refused():
     """Two calls, each with the token that ends one: the second could never be sampled."""
     each = "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{{ '<|eot_id|>' }}{% endfor %}"
@@ -461,11 +551,6 @@ def test_a_greeting_is_trained_if_the_template_has_a_header_for_it():
             BadRow,
             "leaves out or changes the text of an answer",
         ),
-        (
-            CHATML.replace("messages %}", "messages if m.role != 'user' %}"),
-            BadRow,
-            "leaves out a user message",
-        ),
         ("{{ messages | length }}" + CHATML, BadRow, "rewrites the text before an answer"),
         ("{{ messages[9].content.x }}", BadRow, "refuses it"),
         ("{{ raise_exception('roles must alternate') }}", BadRow, "refuses it: roles must alternate"),
@@ -475,6 +560,23 @@ def test_a_template_that_cannot_be_sampled_from_is_refused_with_a_remedy(templat
     with pytest.raises(error, match=line) as caught:
         tokenize_messages(CHAT, make_tokenizer(template))
     assert "\n" not in str(caught.value)
+
+
+def test_other_messages_that_a_template_changes_are_noted():
+    """The model is sampled after the same text: as with SmolLM3's /no_think, which its template takes out."""
+    flag = SYSTEM | {"content": "Be brief. /no_think"}
+    cut = CHATML.replace("m.content +", "m.content | replace(' /no_think', '') +")
+    for template, role in (
+        (cut, "system"),
+        (CHATML.replace("messages %}", "messages if m.role != 'user' %}"), "user"),
+    ):
+        tokenizer = make_tokenizer(template)
+        notes.clear()
+        assert len(check_as_sampled([flag, *CHAT], tokenizer)) == 2
+        assert f"the chat template leaves out or changes a {role} message" in notes
+    with pytest.raises(BadRow, match="leaves out or changes an answer"):
+        upper = make_tokenizer(CHATML.replace("m.content", "m.content | upper"))
+        tokenize_messages(CHAT, upper, train_on="everything")
 
 
 def test_what_a_template_has_no_place_for_is_refused():

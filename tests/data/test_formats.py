@@ -25,7 +25,7 @@ def turn(name, text):
 
 H = [{"role": "user", "content": "u1"}, {"role": "assistant", "content": "a1"}]
 # each template reads its own
-THOUGHT = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), "because")
+THOUGHT = dict.fromkeys(("reasoning_content", "thinking", "reasoning", "tool_plan"), "because")
 UNSAID = dict.fromkeys(THOUGHT, "")  # as tables fill it
 LONG = {"role": "assistant", "content": "x y" * 20_000}
 NAMES = "system human user prompter gpt chatgpt assistant model tool observation function function_response"

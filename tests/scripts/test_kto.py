@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from experiments import train_kto
 from experiments.labelled import as_labelled, mismatched
 from tests.conftest import write_rows
+from tests.data.templates import CHAT, CHATML, OPENED, QWEN3, make_tokenizer, trained
 from tests.scripts.one_step import assert_step, exact, make_model, token_scores, watched
 from tests.scripts.texts import END, HELD_OUT_PAIRS, PAIRS, chat, ids_of, prompt_ids
 
@@ -135,6 +137,21 @@ def test_an_evaluation_has_the_kl_of_the_held_out_rows(launch, data, model):
     assert run.evals[1]["eval_loss"] == pytest.approx(loss.item(), rel=2e-4)
     accuracy = logged["rewards/accuracies"]
     assert run.evals[1]["eval_rewards/accuracies"] == pytest.approx(accuracy)
+
+
+def test_a_label_is_of_all_answers_of_its_row():
+    """With every template: several sequences, or one answer without another, would be other items."""
+    prompt, completion = [CHAT[0]], [CHAT[1], CHAT[2], CHAT[3]]
+    row = {"prompt": prompt, "completion": completion, "label": True}
+    args = train_kto.Args(max_length=512)
+    (sequence,) = train_kto.encode(row, make_tokenizer(CHATML), args)
+    assert sequence["label"] == 1 and len(trained(sequence, make_tokenizer(CHATML))) == 2
+    with pytest.raises(BadRow, match="rewrites the earlier ones"):
+        train_kto.encode(row, make_tokenizer(QWEN3), args)
+    thinks = completion[2] | {"reasoning_content": "two and two"}
+    with pytest.raises(BadRow, match="begins a thought"):  # one of its answers alone
+        row["completion"] = [*completion[:2], thinks]
+        train_kto.encode(row, make_tokenizer(OPENED.replace("enable_thinking is false", "false")), args)
 
 
 def test_a_label_may_be_written_as_text_as_tables_have_it():
