@@ -122,7 +122,8 @@ class Bucket:
             return self.masks[kind]
         first = self.keys.new_zeros(1) if self.first is None else self.first
         key = torch.arange(L, device=first.device)
-        query = first[:, None] + key[: self.queries.shape[1]]
+        # a query that pads its sequence sees a key, too: the softmax of none has a gradient of NaN
+        query = (first[:, None] + key[: self.queries.shape[1]]).clamp(max=L - 1)
         query = query[:, None, :, None]
         unseen = key > query
         if window is not None:

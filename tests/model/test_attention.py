@@ -36,6 +36,10 @@ ROWS = {
     "the same completion twice": ([*group(10, [4], 4), *group(10, [4], 4)], 10 + 8),
     # One without a trained token has its last one for itself, which may be what counts in it.
     "completions without a token": (group(10, [2, 0, 3, 1], 5), 10 + 2 + 10 + 3 + 1),
+    "as long as others, with more tokens of their own": (
+        [*group(40, [3, 2], 8), *group(20, [3, 22], 9)],
+        40 + 5 + 20 + 25,
+    ),
     "a start that a later one shares in part": (
         [[sequence(tokens(n, 6), tokens(4, 60 + n))] for n in (30, 20, 25, 40)],
         30 + 20 - 20 + 25 - 20 + 40 - 25 + 16,
@@ -189,21 +193,27 @@ def test_attention_of_a_row_is_the_formulas(kind, window, lengths):
             torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("kind", ["softcap", "sinks"])
-@pytest.mark.parametrize("row", ["a group", "two groups and what stands between them"])
-def test_soft_capping_and_sinks_with_shared_starts(kind, row):
+@pytest.mark.parametrize("row", ["a group", "as long as others, with more tokens of their own"])
+def test_soft_capping_and_sinks_with_shared_starts(kind, row, window):
     """The row of the shared start against the same sequences written out in full."""
     examples, _ = ROWS[row]
     batch = flat_batch(examples, CPU)
     draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     T, token_map = batch["input_ids"].shape[1], batch["token_map"]
-    q, k, v = (draw(1, heads, T, 8) for heads in (4, 2, 2))
+    row = [draw(1, heads, T, 8).requires_grad_() for heads in (4, 2, 2)]
     options = {"softcap": 1.5} if kind == "softcap" else {"s_aux": draw(4)}
     plans = plan_flat_row(batch["lengths"], CPU, token_map), plan_flat_row(batch["lengths"], CPU)
-    shared = flat_attention(torch.nn.Module(), q, k, v, None, flat_row=plans[0], **options)[0][0]
-    full = [x[:, :, token_map] for x in (q, k, v)]
+    options |= {"sliding_window": window}
+    shared = flat_attention(torch.nn.Module(), *row, None, flat_row=plans[0], **options)[0][0][token_map]
+    full = [x[:, :, token_map] for x in row]
     written_out = flat_attention(torch.nn.Module(), *full, None, flat_row=plans[1], **options)[0][0]
-    torch.testing.assert_close(shared[token_map], written_out, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(shared, written_out, atol=1e-12, rtol=1e-12)
+    weights = draw(shared.shape)
+    found = torch.autograd.grad((shared * weights).sum(), row)
+    wanted = torch.autograd.grad((written_out * weights).sum(), row)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
 
 
 def unshared(monkeypatch):
