@@ -108,7 +108,7 @@ class Run:
         self.tokenizer, self.windows, self.held_out = tokenizer, windows, held_out
         if self.regression:
             self.regression.tokenize(tokenizer, model)
-        self.facts = describe(self, model, held_out, example_name, reference)
+        self.facts = describe(self, model, example_name, reference)
 
     def prepare(
         self, model: FlatModel, optimizer: torch.optim.Optimizer
