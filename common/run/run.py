@@ -41,12 +41,12 @@ from common.run.checkpoint import (
 )
 from common.run.describe import describe
 from common.run.folder import (
-    begin,
     checkpoint_at,
     read_json,
     refuse_changes,
     refuse_deleted_folder,
     remove_if_unused,
+    write_settings,
 )
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, commit_of, machine, short
@@ -128,7 +128,7 @@ class Run:
             if self.resume_from:
                 refuse_changes(args, inputs, self.resume_from)
             with writing(args.output_dir):
-                begin(args, self.script, self.inputs | inputs)
+                write_settings(args, self.script, self.inputs | inputs)
                 if self.facts:
                     Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
         check_modules(model, optimizer)
