@@ -18,7 +18,6 @@ import os
 from pathlib import Path
 import pickle
 import re
-import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from common.data.sources import Source, identity, read_rows
 from common.data.tokens import engine_of
 from common.data.types import Tokenizer
 from common.errors import UserError, printable
-from common.files import file_hash, file_of, flush, loaded_code
+from common.files import file_hash, file_of, loaded_code, new_folder
 import numpy as np
 from tqdm import tqdm
 
@@ -129,20 +128,13 @@ def _find(name: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def _write(name: Path, build: Callable[[Path], None]) -> None:
-    """Build a folder under a temporary name: it gets its own once it is all on disk, so that a kill leaves
-    none half written. Two runs may do so at the same time: then there are two."""
+    """Build a folder whole or not at all. Two runs may do so at the same time: then there are two."""
     suffix = f"{os.getpid()}{time.time_ns():x}"  # in a container every run has pid 1
-    temporary = name.with_name(f".{name.name}-{suffix}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        build(temporary)
-        for file in temporary.iterdir():
-            flush(file)
-        os.rename(temporary, name.with_name(f"{name.name}-{suffix}"))
+        with new_folder(name.with_name(f"{name.name}-{suffix}")) as folder:
+            build(folder)
     except OSError as error:
         raise UserError(f"--dataset_cache_dir {name.parent}: cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # --- what tokens depend on ----------------------------------------------------------------------------------
