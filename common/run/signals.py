@@ -114,7 +114,8 @@ class Clock:
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.asked = 0.0  # the last question
         # the longest time between two: a step, with its evaluation
-        self.saved_at, self.longest = time.monotonic(), 0.0
+        self.saved_at = time.monotonic()
+        self.longest = 0.0
         # a guess, until one has been measured
         self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))
 

@@ -265,7 +265,8 @@ class Regression:
 
     def __init__(self, args: CommonArgs, accelerator: Accelerator):
         """Reads the suite. Raises UserError with file, row and field."""
-        self.args, self.accelerator = args, accelerator
+        self.args = args
+        self.accelerator = accelerator
         self.suite = Suite(args.regression_suite, accelerator.device)
         steps = args.eval_steps if args.regression_steps is None else args.regression_steps
         self.every = steps or NEVER  # 0: only before the first and after the last step
