@@ -141,7 +141,7 @@ def _write(answer: Answer, before: _Written | None, tokenizer: Tokenizer) -> _Wr
 
 
 def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, switches: Switches) -> Sequence:
-    """A chat of which all is trained, except for assistant turns with "train": False."""
+    """A chat in which everything is trained, except for assistant turns with "train": False."""
     ids = encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer)
     mask = np.ones(len(ids), np.int64)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]

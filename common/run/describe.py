@@ -118,7 +118,7 @@ def describe_lengths(sizes: np.ndarray) -> dict[str, Any]:
 
 
 def sides(example: Example | dict[str, Any], example_name: str) -> list[tuple[str, dict[str, Any]]]:
-    """(name, sequence) of each sequence of an example. A prompt is a sequence of which nothing is trained."""
+    """(name, sequence) of each sequence of an example. In a prompt, nothing is trained."""
     if isinstance(example, dict):
         ids = np.asarray(example["prompt_ids"])
         return [("", {"input_ids": ids, "loss_mask": np.zeros(len(ids), np.uint8)})]
@@ -139,7 +139,7 @@ def marked(example: Any, tokenizer: Tokenizer, example_name: str) -> list[dict[s
     return parts
 
 
-# --- what is printed ----------------------------------------------------------------------------------------
+# --- on the console -----------------------------------------------------------------------------------------
 
 
 def show_example(example: Any, tokenizer: Tokenizer, name: str, most: int) -> None:

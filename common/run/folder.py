@@ -41,7 +41,7 @@ HOW_TO_START_OVER = (
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
 
-# --- what is in it ------------------------------------------------------------------------------------------
+# --- its content ------------------------------------------------------------------------------------------
 
 
 def checkpoint_at(output_dir: str | Path, step: int) -> Path:
@@ -101,7 +101,7 @@ def earlier_args(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-# --- whose it is --------------------------------------------------------------------------------------------
+# --- its owner --------------------------------------------------------------------------------------------
 
 
 def open_folder(

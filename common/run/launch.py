@@ -95,7 +95,7 @@ def refuse_launch(accelerator: Accelerator) -> None:
         "tp_size",
         "cp_size",
         "sp_size",
-    ):  # these processes share micro-batches; here each has its own
+    ):  # processes that share micro-batches: here each has its own
         if getattr(sizes, name, 1) > 1:
             raise UserError(
                 f"the accelerate config asks for {name}: only dp_replicate_size and dp_shard_size"

@@ -109,7 +109,7 @@ class Run:
         example_name: str,
         reference: bool = False,
     ) -> None:
-        """Tell the run what it trains on, and print that, in full with --dry_run; `prepare` writes it to
+        """Tell the run what it trains on, and print it, in full with --dry_run; `prepare` writes it to
         dataset.json.
 
         example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as
@@ -194,7 +194,7 @@ class Run:
         self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **facts)
 
     def _show_changes(self, state: dict[str, Any]) -> None:
-        """Print what is other than at the checkpoint, and may be so. state: of trainer_state.json."""
+        """Print the changes since the checkpoint that are allowed. state: of trainer_state.json."""
         now = self.windows.step_size
         before = state.get("step_size", now)
         if before != now:
@@ -297,7 +297,7 @@ class Run:
         Returns whether the run ends here: after the last step, or by early stopping. A run that was told to
         stop exits here with code 75. The same on every process."""
         can_save = step % self.save_every == 0
-        request = self.signals.asked_for(possible=can_save and step < self.last_step)
+        request = self.signals.poll(possible=can_save and step < self.last_step)
         is_new_best = self.best_step == step > self.resumed_at
         if request or is_new_best or self._due(step, self.args.save_steps, max(self.resumed_at, 0)):
             self.save_wanted = True
@@ -393,7 +393,7 @@ class Run:
         if self.accelerator.is_main_process:
             with writing(args.output_dir):
                 write_card(args, self.script, self.best_step)
-            # A kill may have left more.
+            # A killed run may have left more.
             prune(args.output_dir, self.step, args.save_total_limit, self.best_step)
         if best:
             metrics.last = self.best.of_exported(metrics.last)
