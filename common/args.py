@@ -12,15 +12,14 @@ from typing import Any, Literal
 
 import yaml
 
-# What a new value of an argument means for a run that resumes from a checkpoint. Without an entry the run
+# What a new value of an argument changes in a run that resumes from a checkpoint. Without an entry the run
 # counts as a different one and is refused, so a new flag is refused until somebody has thought about it.
 MayChange = Literal[
-    "course",  # how training continues from here: the learning rate, the micro-batches of a step
-    "length",  # how long training lasts: with another value a complete run may continue
-    # what evaluations measure; refused with --save_best, whose evaluations must stay comparable
-    "evaluation",
+    "training",  # how training continues from here: the learning rate, the micro-batches of a step
+    "duration",  # how long training lasts: with another value a complete run may continue
+    "evaluation",  # what evaluations measure; refused with --save_best, which compares evaluations
     "execution",  # how the run is executed and what it writes
-    "no",  # as without an entry, if the flag's group has one
+    "no",  # as without an entry, although the flag's group has one
 ]
 
 
@@ -148,13 +147,13 @@ class BatchArgs:
     """Batch and length of the run"""
 
     per_device_train_batch_size: int = arg(
-        8, help="per process and micro-batch", within="[1, 1e6]", may_change="course"
+        8, help="per process and micro-batch", within="[1, 1e6]", may_change="training"
     )
     per_device_eval_batch_size: int = arg(
         16, help="the same for evaluation", within="[1, 1e6]", may_change="execution"
     )
     gradient_accumulation_steps: int = arg(
-        1, help="micro-batches of a step", within="[1, 1e6]", may_change="course"
+        1, help="micro-batches of a step", within="[1, 1e6]", may_change="training"
     )
     auto_micro_batch: bool = arg(
         False,
@@ -166,9 +165,9 @@ class BatchArgs:
         within="(0, 1]",
         may_change="execution",
     )
-    num_train_epochs: float = arg(1.0, help="passes over the data", within="(0, 1e6]", may_change="length")
+    num_train_epochs: float = arg(1.0, help="passes over the data", within="(0, 1e6]", may_change="duration")
     max_steps: int = arg(
-        -1, help="optimizer steps; -1: by num_train_epochs", within="-1 or [1, 1e12]", may_change="length"
+        -1, help="optimizer steps; -1: by num_train_epochs", within="-1 or [1, 1e12]", may_change="duration"
     )
 
 
@@ -176,7 +175,7 @@ class BatchArgs:
 class OptimizerArgs:
     """Optimizer"""
 
-    MAY_CHANGE = "course"  # unless a field says otherwise
+    MAY_CHANGE = "training"  # unless a field says otherwise
 
     optim: Literal["adamw", "adamw_8bit", "muon"] = arg(
         "adamw", help="muon: for matrices, AdamW for the rest, same rate", may_change="no"
@@ -250,19 +249,19 @@ class EvalArgs:
     save_total_limit: int = arg(2, help="checkpoints to keep; 0: all", within="[0, 1e6]")
     save_best: str | None = arg(
         help="a metric of the evaluations (min:NAME, max:NAME): its best checkpoint is kept and exported",
-        may_change="course",
+        may_change="training",
     )
     early_stopping_patience: int = arg(
         0,
         help="end after N evaluations without a better save_best; 0: never",
         within="[0, 1e6]",
-        may_change="length",
+        may_change="duration",
     )
     early_stopping_delta: float = arg(
         0.0,
         help="smallest improvement that resets the patience",
         within="[0, inf)",
-        may_change="course",
+        may_change="training",
         needs="early_stopping_patience",
     )
     max_hours: float | None = arg(help="save and stop before this limit; exit code 75", within="(0, 1e6]")
@@ -301,35 +300,40 @@ class CommonArgs(RunArgs, EvalArgs, OptimizerArgs, BatchArgs, DataArgs, ModelArg
 
 def save_args(args: CommonArgs, path: Path) -> None:
     """Write every argument with its value, so that `--config <path>` repeats the run."""
-    path.write_text(
-        yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True), encoding="utf-8"
-    )
+    text = yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
-    """The effect of a new value of each argument on a resumed run (see MayChange)."""
-    found = {}
+    """What a new value of each argument changes in a resumed run (see MayChange); None: it is refused."""
+    effects = {}
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
-        rule = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
-        found[f.name] = None if rule == "no" else rule
-    return found
+        effect = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
+        effects[f.name] = None if effect == "no" else effect
+    return effects
 
 
 def is_within(number: float, within: str) -> bool:
     """Whether a number matches a value or an interval in a text like "-1 or [1, 1e12]"."""
     for part in within.split(" or "):
-        low, high = (float(end) for end in (part.strip("[]()").split(",") * 2)[:2])
-        if (low <= number if part[0] != "(" else low < number) and (
-            number <= high if part[-1] != ")" else number < high
-        ):
+        if part[0] not in "[(":
+            if number == float(part):
+                return True
+            continue
+        low, high = map(float, part[1:-1].split(","))
+        is_above = low < number if part[0] == "(" else low <= number
+        is_below = number < high if part[-1] == ")" else number <= high
+        if is_above and is_below:
             return True
     return False
 
 
 def defaults(args_class: type[CommonArgs]) -> dict[str, Any]:
-    fields = dataclasses.fields(args_class)
-    return {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default for f in fields}
+    values = {}
+    for f in dataclasses.fields(args_class):
+        values[f.name] = f.default_factory() if f.default is dataclasses.MISSING else f.default
+    return values
 
 
 def declared(args_class: type[CommonArgs], name: str) -> Mapping[str, Any]:
@@ -340,7 +344,8 @@ def declared(args_class: type[CommonArgs], name: str) -> Mapping[str, Any]:
 def first_definition(args_class: type, name: str) -> tuple[type, dataclasses.Field]:
     """The class that introduces a field, and the field as defined there: scripts change only defaults and
     help."""
-    cls = next(
-        cls for cls in reversed(args_class.__mro__) if name in vars(cls).get("__dataclass_fields__", {})
-    )
-    return cls, cls.__dataclass_fields__[name]
+    for cls in reversed(args_class.__mro__):
+        fields = vars(cls).get("__dataclass_fields__", {})
+        if name in fields:
+            return cls, fields[name]
+    raise KeyError(name)

@@ -167,8 +167,11 @@ class Window:
         if origins is None:
             checked = [check_sequence(sequence) for sequence in sequences_of(examples)]
             layout_of(checked, "a window")
-        self.examples, self.origins = examples, origins
-        self._accelerator, self._mine, self._indivisible = accelerator, mine, indivisible
+        self.examples = examples
+        self.origins = origins
+        self._accelerator = accelerator
+        self._mine = mine
+        self._indivisible = indivisible
         self._micro_batches = self._split(1, math.inf)
         self.backward_calls = 0  # of this pass over the micro-batches
 
@@ -325,7 +328,8 @@ class Windows:
         """
         self.train, self.max_tokens, self.max_steps = train, max_tokens, args.max_steps
         self.longest = train.examples.longest  # tokens of the longest sequence
-        self._accelerator, self._batch_size = accelerator, args.per_device_train_batch_size
+        self._accelerator = accelerator
+        self._batch_size = args.per_device_train_batch_size
         self._indivisible = indivisible
         if (train.examples.sequence_counts % indivisible).any():
             raise UserError(

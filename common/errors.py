@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-# its own, between processes, Python 3.14 would complain of when a run ends early
+# tqdm's default lock is shared between processes; Python 3.14 warns about it when a run ends early. A lock
+# between threads is enough.
 tqdm.set_lock(threading.RLock())
 # Functions called with the error that ends a run, before its process ends.
 LAST_WORDS: list[Callable[[BaseException], None]] = []
@@ -81,7 +82,7 @@ def say(line: str, file: TextIO | None = None) -> None:
     is one."""
     if is_first():
         file = file or sys.stdout
-        # a log on a full disk, or a reader that is gone, loses lines and ends no run
+        # on a full disk, or without a reader, lines are lost, and the run continues
         with contextlib.suppress(OSError):
             tqdm.write(printable(line), file=file)
             file.flush()

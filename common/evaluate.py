@@ -72,10 +72,8 @@ def evaluate_nll(
     values = evaluate_means(args, accelerator, model, held_out, per_token, weights="loss_mask")
     if not values:
         return {}
-    return {
-        "eval_loss": values["eval_loss"],
-        "eval_perplexity": math.exp(min(values["eval_loss"], 700.0)),
-    } | values
+    loss = values["eval_loss"]
+    return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))} | values
 
 
 def evaluate_means(
@@ -93,8 +91,8 @@ def evaluate_means(
     With several sources also eval_<source>_loss; the others are then means over everything, or, if the
     sources have weights, weighted means of the sources' values.
     """
-    names: list[str] = []
-    table: list[list[float]] = []  # for each source: the sums of the values, and of the weights
+    names = []
+    table = []  # for each source: the sums of the values, and of the weights
     with evaluating(model):
         for s in range(len(held_out.sources)):
             sums = 0.0
@@ -122,29 +120,40 @@ def evaluate_means(
 
 
 def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
-    """UTF-8 bytes of the held-out text for each of its tokens that is predicted (all but the first of a
-    sequence; special ones stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0
-    without held-out rows."""
+    """UTF-8 bytes of the held-out text for each predicted token (all but the first of a sequence; special
+    tokens stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0 without held-out
+    rows."""
+    size = 0
+    predicted = 0
+    for example in held_out:
+        for sequence in example:
+            size += _bytes_predicted(sequence["input_ids"], tokenizer)
+            predicted += len(sequence["input_ids"]) - 1
+    return size / max(predicted, 1)
+
+
+def _bytes_predicted(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text of all tokens but the first."""
 
     def text_of(ids: np.ndarray) -> str:
         return tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    # one letter of a token is one byte
+    text = text_of(ids)
+    first = text_of(ids[:1])
+    if "\ufffd" not in text + first:
+        return len(text.encode("utf-8", "replace")) - len(first.encode("utf-8", "replace"))
+    # The row begins or ends, or its second token begins, inside of a character: count token by token.
     is_byte_level = "ByteLevel" in repr(tokenizer.backend_tokenizer.decoder)
-    size = predicted = 0
-    for ids in (sequence["input_ids"] for i in range(len(held_out)) for sequence in held_out[i]):
-        whole, first = text_of(ids), text_of(ids[:1])
-        if "\ufffd" not in whole + first:
-            size += len(whole.encode("utf-8", "replace")) - len(first.encode("utf-8", "replace"))
-        else:  # the row begins or ends, or its second token begins, inside of a character
-            shown = [i for i in ids[1:].tolist() if i not in tokenizer.all_special_ids]
-            for token in tokenizer.convert_ids_to_tokens(shown):
-                if BYTE.fullmatch(token):
-                    size += 1
-                else:
-                    size += len(token if is_byte_level else token.replace("▁", " ").encode())
-        predicted += len(ids) - 1
-    return size / max(predicted, 1)
+    size = 0
+    normal = [i for i in ids[1:].tolist() if i not in tokenizer.all_special_ids]
+    for token in tokenizer.convert_ids_to_tokens(normal):
+        if BYTE.fullmatch(token):
+            size += 1
+        elif is_byte_level:
+            size += len(token)  # a letter of a token is a byte
+        else:
+            size += len(token.replace("▁", " ").encode())
+    return size
 
 
 # --- completions --------------------------------------------------------------------------------------------
@@ -169,8 +178,8 @@ def load_eval_prompts(
 
     prompt_of(row)["prompt"]: the prompt of a row. encode(row, tokenizer, args): converts a row of
     --eval_prompts for sampling, if training has its own way. rewards, weights: score the completions if
-    --eval_reward_funcs is not given, and the weights of their sum. Raises UserError if one asks for a column
-    that the rows, also those of training, do not have.
+    --eval_reward_funcs is not given, and the weights of their sum. Raises UserError if a reward asks for a
+    column that the rows, also those of training, do not have.
     """
 
     def with_ids(row: Row) -> dict[str, Any]:
@@ -205,7 +214,7 @@ def _first_prompts(
     max_length: int | None,
 ) -> list[dict[str, Any]]:
     """The prompts of the first num_samples rows that have one, without other columns."""
-    prompts: list[dict[str, Any]] = []
+    prompts = []
     rows = itertools.chain.from_iterable(map(read_rows, sources))
     for row, _ in itertools.islice(rows, 50 * args.num_samples):
         with contextlib.suppress(BadRow, UserError):  # a row without a prompt is not an error here
@@ -241,7 +250,9 @@ def complete(
 ) -> list[Completed]:
     """Complete prompts (token ids). Each process samples its share, and gets all. max_new_tokens: one limit
     for all, or one each. A completion is a function of (weights, prompt, seed, its place)."""
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    limits = max_new_tokens
+    if isinstance(limits, int):
+        limits = [limits] * len(prompts)
     sampler = ModelSampler(accelerator.unwrap_model(model), temperature=temperature)
     keys = [(seed, i) for i in range(len(prompts))]
     completions = []
@@ -259,16 +270,17 @@ def complete_prompts(
     Returns, on all processes, the means (`eval_<name>` at temperature 0 or the first one, `eval_<name>_t<T>`
     at the others) and the samples. Without prompts: nothing.
     """
-    metrics: dict[str, float] = {}
-    samples: list[dict[str, Any]] = []
+    metrics = {}
+    samples = []
     if not prompts.rows:
         return metrics, samples
+    prompt_ids = [row["prompt_ids"] for row in prompts.rows]
     for temperature in args.eval_temperatures:
         completions = complete(
             accelerator,
             model,
             tokenizer,
-            [row["prompt_ids"] for row in prompts.rows],
+            prompt_ids,
             max_new_tokens=args.eval_max_new_tokens,
             temperature=temperature,
             seed=args.seed,
@@ -294,12 +306,14 @@ def summarise(
     `eval_<name>` at the first temperature and `eval_<name>_t<T>` at the others, and a sample for each
     completion."""
     suffix = "" if temperature == args.eval_temperatures[0] else f"_t{temperature:g}"
-    means, samples = {}, []
+    samples = []
+    for row, text in zip(rows, texts, strict=True):
+        samples.append({"temperature": temperature, "prompt": row["prompt"], "completion": text})
+    means = {}
     for name, values in scores.items():
         numbers = [value for value in values if value is not None]
         if numbers:
             means[f"eval_{name}{suffix}"] = sum(numbers) / len(numbers)
-    for i, (row, text) in enumerate(zip(rows, texts, strict=True)):
-        values = {name: values[i] for name, values in scores.items()}
-        samples.append({"temperature": temperature, "prompt": row["prompt"], "completion": text} | values)
+        for line, value in zip(samples, values, strict=True):
+            line[name] = value
     return means, samples

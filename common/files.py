@@ -45,6 +45,22 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """An empty folder to write to. It gets its final name once all of it is on disk; if that fails, or the
+    process is killed, there is no folder of that name."""
+    temporary = final.with_name(f".{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a kill
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in temporary.iterdir():
+            flush(path)
+        os.rename(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Wraps writes that a run cannot do without. Raises UserError if the disk refuses them."""
     try:
@@ -58,23 +74,23 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Flush every file to disk and list it with size and hash in manifest.json; all are as readable as
-    that."""
-    files, manifest = {}, folder / "manifest.json"
+    """Flush all files and folders to disk, and list the files with size and hash in manifest.json. Whoever may
+    read that may read all."""
+    files = {}
+    manifest = folder / "manifest.json"
     manifest.touch()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path != manifest):
-        shutil.copymode(manifest, path)  # safetensors' files are the owner's alone
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path != manifest:
+            shutil.copymode(manifest, path)  # safetensors' files are the owner's alone
+            files[path.relative_to(folder).as_posix()] = (path.stat().st_size, file_hash(path))
         flush(path)
-        files[path.relative_to(folder).as_posix()] = (path.stat().st_size, file_hash(path))
     manifest.write_text(json.dumps({"files": files}, indent=1))
     flush(manifest)
-    for path in [path for path in folder.rglob("*") if path.is_dir()] + [folder]:
-        flush(path)
+    flush(folder)
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is damaged in a folder, or None if each file has the size and the hash that its manifest.json
-    says."""
+    """What is damaged in a folder, or None if each file has the size and the hash of its manifest.json."""
     try:
         for name, (size, digest) in json.loads((folder / "manifest.json").read_text())["files"].items():
             if not (folder / name).is_file():
@@ -110,11 +126,11 @@ def loaded_code(script: str) -> dict[str, str]:
     """{path: hash} of the loaded Python files that belong neither to a library nor to this package, the
     script excepted: for instance what a reward function's file imports."""
     libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(__file__).parent))
-    found = {}
+    hashes = {}
     for name, module in list(sys.modules.items()):
         path = file_of(module)
         is_library = path.startswith(libraries) or "-packages" in path or name.split(".")[0] in LIBRARIES
         if path.endswith(".py") and not is_library and path != script and name != "__main__":
             with contextlib.suppress(OSError):  # built in, or deleted since
-                found[path] = file_hash(Path(path))
-    return found
+                hashes[path] = file_hash(Path(path))
+    return hashes

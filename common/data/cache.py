@@ -18,7 +18,6 @@ import os
 from pathlib import Path
 import pickle
 import re
-import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,7 @@ from common.data.sources import Source, identity, read_rows
 from common.data.tokens import engine_of
 from common.data.types import Tokenizer
 from common.errors import UserError, printable
-from common.files import file_hash, file_of, flush, loaded_code
+from common.files import file_hash, file_of, loaded_code, new_folder
 import numpy as np
 from tqdm import tqdm
 
@@ -61,7 +60,10 @@ def tokenize(accelerator: "Accelerator", sources: list[Source], job: Job) -> Exa
 def _build(source: Source, job: Job, folder: Path) -> None:
     """Tokenise a source into a folder. Raises UserError if the rows cannot be used."""
     facts = {"tokens": 0, "trained_tokens": 0}
-    account, read, code, kinds = Account(), set(), {}, {}
+    account = Account()
+    read = set()
+    code = {}
+    arrays = {}  # {number: (dtype, size)}
     layout = None
     rows = enumerate(row for row, _ in read_rows(source))
     with tqdm(desc=printable(f"tokenising {source.label}"), unit=" rows", mininterval=1, delay=2) as bar:
@@ -73,20 +75,21 @@ def _build(source: Source, job: Job, folder: Path) -> None:
             if encoded.layout is None:
                 continue
             layout = agree(layout, encoded.layout)
-            about = encoded.lengths, encoded.counts, encoded.sizes, encoded.rows, encoded.difficulty
-            # numbered, since fields may have any name
-            for number, array in enumerate((*about, *encoded.fields.values())):
+            columns = [encoded.lengths, encoded.counts, encoded.sizes, encoded.rows, encoded.difficulty]
+            columns += encoded.fields.values()
+            # Files are numbered, since fields may have any name.
+            for number, array in enumerate(columns):
                 with open(folder / f"{number}.bin", "ab") as file:
                     array.tofile(file)
-                    kinds[number] = str(array.dtype), file.tell() // array.itemsize
+                    arrays[number] = (str(array.dtype), file.tell() // array.itemsize)
             facts["tokens"] += len(encoded.fields["input_ids"])
             facts["trained_tokens"] += int(encoded.fields["loss_mask"].sum(dtype=np.int64))
     if layout is None:
         account.say(f"rows of {source.path}")  # raises
-    facts |= account.facts() | {"layout": layout, "arrays": [*kinds.values()]}
+    facts |= account.facts() | {"layout": layout, "arrays": list(arrays.values())}
     facts["args"] = {name: digest([getattr(job.args, name)]) for name in sorted(read)}
     facts["code"] = code | loaded_code(inspect.getsourcefile(job.encode))
-    facts["digest"] = _digest(folder, len(kinds))
+    facts["digest"] = _digest(folder, len(arrays))
     (folder / "facts.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
@@ -100,10 +103,11 @@ def _open(folder: Path) -> TokenFile:
     facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
     arrays = []
     for number, (dtype, size) in enumerate(facts["arrays"]):
-        # slicing a memmap itself takes three times as long
+        # As an array: slicing a memmap takes three times as long.
         arrays.append(np.asarray(np.memmap(folder / f"{number}.bin", dtype, "r", shape=(size,))))
     lengths, counts, sizes, rows, difficulty, *values = arrays
-    layout, ends = Layout(*facts["layout"]), np.cumsum(lengths)
+    layout = Layout(*facts["layout"])
+    ends = np.cumsum(lengths)
     fields = dict(zip(layout.fields, values, strict=True))
     return TokenFile(layout, ends - lengths, ends, counts, sizes, rows, difficulty, fields, facts)
 
@@ -138,20 +142,13 @@ def _find(name: Path, fits: Callable[[Path], bool]) -> Path | None:
 
 
 def _write(name: Path, build: Callable[[Path], None]) -> None:
-    """Build a folder under a temporary name: it gets its own once it is all on disk, so that a kill leaves
-    none half written. Two runs may do so at the same time: then there are two."""
+    """Build a folder whole or not at all. Two runs may do so at the same time: then there are two."""
     suffix = f"{os.getpid()}{time.time_ns():x}"  # in a container every run has pid 1
-    temporary = name.with_name(f".{name.name}-{suffix}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        build(temporary)
-        for file in temporary.iterdir():
-            flush(file)
-        os.rename(temporary, name.with_name(f"{name.name}-{suffix}"))
+        with new_folder(name.with_name(f"{name.name}-{suffix}")) as folder:
+            build(folder)
     except OSError as error:
         raise UserError(f"--dataset_cache_dir {name.parent}: cannot be written: {error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # --- what tokens depend on ----------------------------------------------------------------------------------
@@ -170,9 +167,9 @@ def make_job(accelerator: "Accelerator", encode: Encode, tokenizer: Tokenizer, a
 
 
 def key_of(encode: Encode, tokenizer: Tokenizer) -> str:
-    """A hash of the tokenizer, the libraries, this folder's code, the script without its `main`, all other
-    code of the user that is loaded, and the values at the top of both: they may come from a file or the
-    environment."""
+    """A hash of all that tokens depend on: the tokenizer, the libraries, this folder's code, the script without
+    its `main`, all other loaded code of the user, and the constants at the top of both, which may come from a
+    file or the environment."""
     script = inspect.getsourcefile(encode)
     code = loaded_code(script)
     constants = {encode.__module__: _constants(encode.__globals__)}
@@ -194,7 +191,7 @@ def _constants(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(value: Any, depth: int = 12) -> Any:
-    """A value as JSON, the same in every process; None for what is no constant, such as a function."""
+    """A value as JSON, the same in every process; None if it is no constant, but for instance a function."""
     if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, set | frozenset):
@@ -239,8 +236,8 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def _code(script: Path) -> str:
-    """A script without what cannot change tokens: comments, docstrings, `main`, what only `main` imports, and
-    the fields of its arguments, whose values count."""
+    """A script without the parts that cannot change tokens: comments, docstrings, `main`, imports for `main`
+    alone, and the fields of its arguments. (Their values count: see `_fits`.)"""
     tree = ast.parse(script.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if getattr(node, "name", "") != "main"]
     for node in ast.walk(tree):

@@ -51,7 +51,9 @@ class Account:
     def __init__(self, facts: dict[str, Any] | None = None):
         """facts: of an earlier account, to continue."""
         facts = facts or {"rows": 0, "examples": 0, "columns": [], "dropped": {}, "noted": {}}
-        self.rows, self.examples, self.columns = facts["rows"], facts["examples"], set(facts["columns"])
+        self.rows = facts["rows"]
+        self.examples = facts["examples"]
+        self.columns = set(facts["columns"])
         self.dropped: Reasons = facts["dropped"]
         self.noted: Reasons = facts["noted"]
 
@@ -265,7 +267,9 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     Raises UserError, naming the row, if `encode` does, and for sequences that cannot be trained on.
     """
     id_dtype = np.uint16 if _largest_id(job.tokenizer) < 2**16 else np.uint32
-    account, read, num_modules = Account(), set(), len(sys.modules)
+    account = Account()
+    read = set()
+    num_modules = len(sys.modules)
     args = recorded(job.args, read)
 
     def encode(row: Row) -> tuple[Example | str, str, float]:
@@ -287,7 +291,12 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
             numbers.append(number)
     texts = [example for example, *_ in results if isinstance(example, str)]
     documents = iter(tokenize_documents(texts, job.tokenizer))
-    layout, sequences, lengths, counts, sizes, difficulties = None, [], [], [], [], []
+    layout = None
+    sequences = []
+    lengths = []
+    counts = []
+    sizes = []
+    difficulties = []
     for example, where, difficulty in results:
         if isinstance(example, str):
             example = [whole(next(documents))]

@@ -29,9 +29,12 @@ class TokenFile(NamedTuple):
     facts: dict[str, Any]
 
     def sequence(self, i: int) -> Sequence:
-        start, end, total = self.starts[i], self.ends[i], len(self.fields["input_ids"])
-        # a row that is cut from a stream may go on at its beginning, see `chunk`
-        tokens = np.arange(start, end) % total if end > total else slice(start, end)
+        start = self.starts[i]
+        end = self.ends[i]
+        tokens = slice(start, end)
+        total = len(self.fields["input_ids"])
+        if end > total:  # a row that is cut from a stream may go on at its beginning, see `chunk`
+            tokens = np.arange(start, end) % total
         sequence = {}
         for name, (per, _) in self.layout.fields.items():
             values = self.fields[name]
@@ -47,22 +50,29 @@ class Examples:
 
     def __init__(self, files: list[TokenFile], sources: list[Source]):
         """Raises UserError if the sources have different fields."""
-        self.files, self.sources = files, sources
-        self.counts = [len(file.rows) for file in files]  # examples of each source
-        self._firsts = [0, *np.cumsum(self.counts).tolist()]
-        nothing = np.zeros(0, np.int64)
-        self.lengths = np.concatenate([nothing, *(file.sizes for file in files)])  # (examples,) tokens
-        self.sequence_counts = np.concatenate([nothing, *(file.counts for file in files)])  # (examples,)
-        # of each source: the number of the first sequence of each example
-        self._starts = [np.concatenate([[0], np.cumsum(file.counts)]) for file in files]
+        self.files = files
+        self.sources = sources
+        self.counts = []  # examples of each source
+        self._starts = []  # of each source: the number of the first sequence of each example
         self.longest = 0  # tokens of the longest sequence
+        nothing = np.zeros(0, np.int64)
+        lengths, sequence_counts, difficulty = [nothing], [nothing], [nothing]
         layout = None
         for file in files:
+            self.counts.append(len(file.rows))
+            self._starts.append(np.concatenate([[0], np.cumsum(file.counts)]))
+            lengths.append(file.sizes)
+            sequence_counts.append(file.counts)
+            difficulty.append(file.difficulty)
             if len(file.rows):
                 self.longest = max(self.longest, int((file.ends - file.starts).max()))
                 layout = agree(layout, file.layout)
-        difficulty = np.concatenate([nothing, *(file.difficulty for file in files)])
-        self.difficulty = None if np.isnan(difficulty).all() else difficulty  # (examples,), for a curriculum
+        self._firsts = [0, *np.cumsum(self.counts).tolist()]
+        self.lengths = np.concatenate(lengths)  # (examples,) tokens
+        self.sequence_counts = np.concatenate(sequence_counts)  # (examples,)
+        self.difficulty = np.concatenate(difficulty)  # (examples,), for a curriculum
+        if np.isnan(self.difficulty).all():
+            self.difficulty = None
 
     def __len__(self) -> int:
         return self._firsts[-1]
@@ -80,7 +90,7 @@ class Examples:
         return s, index - self._firsts[s]
 
     def chats(self, index: int) -> list[Example]:
-        """The examples of which an example is made: of a pack several."""
+        """The examples that an example is made of: of a pack several."""
         return [self[index]]
 
     def where(self, index: int) -> str:
@@ -109,14 +119,18 @@ class Examples:
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
-        pairs = zip(self.sources, self.files, strict=True)
-        return {source.label: file.facts["digest"] for source, file in pairs}
+        digests = {}
+        for source, file in zip(self.sources, self.files, strict=True):
+            digests[source.label] = file.facts["digest"]
+        return digests
 
     def facts(self) -> list[dict[str, Any]]:
         """For each source: its description, rows, examples, tokens, and what was left out and why."""
         names = ("columns", "rows", "examples", "tokens", "trained_tokens", "dropped", "noted")
-        pairs = zip(self.sources, self.files, strict=True)
-        return [source.facts() | {name: file.facts[name] for name in names} for source, file in pairs]
+        facts = []
+        for source, file in zip(self.sources, self.files, strict=True):
+            facts.append(source.facts() | {name: file.facts[name] for name in names})
+        return facts
 
 
 class Wrapped(Examples):
@@ -125,8 +139,9 @@ class Wrapped(Examples):
     def __init__(self, files: list[TokenFile], documents: Examples, max_length: int):
         """documents: what was cut."""
         super().__init__(files, documents.sources)
-        self._documents, self._length = documents, max_length
-        # sources with weights are in different passes, and a window may span two of each
+        self._documents = documents
+        self._length = max_length
+        # Sources with weights are in different passes, and a window may span two of each.
         self._later_pass = lru_cache(maxsize=2 * len(files))(self._cut_again)
 
     def in_pass(self, number: int, seed: int) -> Examples:
@@ -143,7 +158,10 @@ class Packs(Examples):
         """members: the examples in each pack. counts: packs per source. max_length: the tokens that a pack
         may have."""
         super().__init__(examples.files, examples.sources)
-        self.examples, self.members, self.counts, self.max_length = examples, members, counts, max_length
+        self.examples = examples
+        self.members = members
+        self.counts = counts
+        self.max_length = max_length
         self.lengths = np.array([examples.lengths[pack].sum() for pack in members], np.int64)  # (packs,)
         self.sequence_counts = np.array([examples.sequence_counts[pack].sum() for pack in members], np.int64)
         if examples.difficulty is not None:
@@ -153,7 +171,10 @@ class Packs(Examples):
         return len(self.members)
 
     def __getitem__(self, i: int) -> Example:
-        return [sequence for chat in self.chats(i) for sequence in chat]
+        sequences = []
+        for chat in self.chats(i):
+            sequences += chat
+        return sequences
 
     def chats(self, i: int) -> list[Example]:
         """The examples in a pack."""
@@ -179,7 +200,9 @@ def pack(data: Data, max_length: int) -> Data:
     if not isinstance(data, Examples):
         return data.apply(lambda examples: pack(examples, max_length))
     bands = 1 if data.difficulty is None else BANDS
-    members, counts, first = [], [], 0
+    members = []  # the examples of each pack
+    counts = []  # packs of each source
+    first = 0
     for count in data.counts:
         examples = np.arange(first, first + count)
         if data.difficulty is not None:
@@ -224,7 +247,8 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
         if start is not None and len(starts):
             total = len(file.fields["input_ids"])
             shift = np.random.default_rng((*start, s)).integers(total)
-            lengths, starts = ends - starts, (starts + shift) % total
+            lengths = ends - starts
+            starts = (starts + shift) % total
             ends = starts + lengths
         document = np.searchsorted(file.ends, starts, side="right")  # in which each piece starts
         fields = dict(file.fields)
@@ -246,8 +270,11 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
 
 def _cut(file: TokenFile, max_length: int, across: bool) -> tuple[np.ndarray, np.ndarray]:
     """The starts and ends, (pieces,) each, of pieces of at most max_length tokens and more than one."""
-    # a stream is cut as if it were one document
-    starts, ends = (file.starts[:1], file.ends[-1:]) if across else (file.starts, file.ends)
+    starts = file.starts
+    ends = file.ends
+    if across:  # a stream is cut as if it were one document
+        starts = starts[:1]
+        ends = ends[-1:]
     counts = -(-(ends - starts) // max_length)  # pieces of each document
     firsts = np.cumsum(counts) - counts  # the number of its first piece
     within = np.arange(counts.sum()) - np.repeat(firsts, counts)  # the number of each piece in its document

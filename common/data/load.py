@@ -52,7 +52,10 @@ class Rows:
         curriculum_column: str | None = None,
     ):
         """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
-        self.sources, self.rows, self.counts, self._facts = sources, [], [], []
+        self.sources = sources
+        self.rows = []
+        self.counts = []
+        self._facts = []
         column = None if curriculum_column == "length" else curriculum_column
         difficulty = []  # of each row
 
@@ -91,7 +94,8 @@ class Rows:
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of all data from that source}."""
-        digests, first = {}, 0
+        digests = {}
+        first = 0
         for source, count in zip(self.sources, self.counts, strict=True):
             digests[source.label] = digest(self.rows[first : first + count])
             first += count

@@ -40,13 +40,15 @@ class Order:
         first part of epoch 0 is ordered by it, in shuffled bands. Raises UserError for a source without
         examples.
         """
-        self.counts, self.seed, self.weights = [int(count) for count in counts], seed, weights
+        self.counts = list(map(int, counts))
+        self.seed = seed
+        self.weights = weights
+        self.difficulty = difficulty
         if not sum(self.counts) or (weights is not None and 0 in self.counts):
             raise UserError(
                 f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}"
             )
-        self.difficulty = difficulty
-        # a window spans at most two epochs, unless it is larger than one
+        # A window spans at most two epochs, unless it is larger than one.
         self._drawn = lru_cache(maxsize=2)(self._draw)
 
     def of(self, examples: "Examples") -> "Order":
@@ -58,8 +60,8 @@ class Order:
         """Positions of each source in an epoch; None: each example once. Raises UserError for a source that
         would get none.
 
-        Computed only when needed: a source may have too few documents for its share, and rows enough once
-        they are cut.
+        Computed only when needed: a source may have too few documents for its share, but enough rows once the
+        documents are cut.
         """
         return None if self.weights is None else shares(self.weights, len(self))
 
@@ -71,8 +73,9 @@ class Order:
 
     def drawn(self, position: int) -> tuple[int, int]:
         """The example at a position, and how many passes over its source were complete before."""
-        number, example = divmod(int(self._drawn(position // len(self))[position % len(self)]), len(self))
-        return example, number
+        epoch, place = divmod(position, len(self))
+        passes, example = divmod(int(self._drawn(epoch)[place]), len(self))
+        return example, passes
 
     def epoch(self, epoch: int) -> np.ndarray:
         """The examples of an epoch, in order: (N,) int64."""
@@ -86,11 +89,12 @@ class Order:
         else:
             # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the
             # epoch.
-            moments, parts = [], []
+            moments = []
+            examples = []
             for s, n in enumerate(self.quotas):
                 moments.append((np.arange(n) + rng.random(n)) / max(n, 1))
-                parts.append(self._draw_source(s, epoch))
-            order = np.concatenate(parts)[np.argsort(np.concatenate(moments))]
+                examples.append(self._draw_source(s, epoch))
+            order = np.concatenate(examples)[np.argsort(np.concatenate(moments))]
         if epoch == 0 and self.difficulty is not None:
             n = round(CURRICULUM * len(order))
             difficulty = self.difficulty[order[:n] % len(self)]
@@ -101,13 +105,14 @@ class Order:
     def _draw_source(self, s: int, epoch: int) -> np.ndarray:
         """The examples of source s in an epoch, continuing its permutations where the previous epoch
         ended."""
-        n, N = self.quotas[s], self.counts[s]
+        n = self.quotas[s]  # positions in an epoch
+        N = self.counts[s]  # examples
         passes, places = np.divmod(np.arange(epoch * n, (epoch + 1) * n), N)
         order = passes * len(self) + sum(self.counts[:s])
         for number in np.unique(passes).tolist():
             permutation = np.random.default_rng((self.seed, s, number)).permutation(N)
-            is_here = passes == number
-            order[is_here] += permutation[places[is_here]]
+            is_in_pass = passes == number
+            order[is_in_pass] += permutation[places[is_in_pass]]
         return order
 
 
@@ -116,7 +121,8 @@ class Shuffled:
 
     def __init__(self, examples: "Examples", order: Order, data: "Examples | None" = None):
         """data: the examples before packing or cutting."""
-        self.examples, self.order = examples, order
+        self.examples = examples
+        self.order = order
         self.sources = examples.sources
         self.data = examples if data is None else data
 
@@ -178,7 +184,7 @@ def shorten(chat: Example, probability: float, rng: np.random.Generator) -> Exam
     """With the given probability, end the chat (its sequences in order, see tokens.tokenize_messages) after a
     random trained turn other than its last."""
     luck, which = rng.random(2)
-    turns = []  # the sequence of each trained turn, and its end there
+    turns = []  # of each trained turn: its sequence, and its end there
     for s, sequence in enumerate(chat):
         mask = np.append(sequence["loss_mask"].astype(np.int8), 0)
         for end in np.flatnonzero(np.diff(mask) < 0) + 1:

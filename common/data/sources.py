@@ -34,9 +34,9 @@ HELD_OUT = re.compile(f"(^|[^a-z])({'|'.join(HELD_OUT_NAMES)})([^a-z]|$)", re.IG
 NOT_DATA = re.compile(
     "(licen[cs]e|notice|readme|requirements)([^a-z].*)?[.]txt|(dataset_infos?|metadata)[.]json", re.IGNORECASE
 )
-# bytes of a .txt file without a blank line after which a document ends at the next line break
+# A document of a .txt file ends at a blank line, or, after this many bytes, at the next line break.
 MAX_BLOCK = 1 << 20
-# where reading continues in a source: [file number, rows read of that file, rows given so far]
+# Where reading continues in a source: [file number, rows read of that file, rows yielded so far].
 Cursor = list[int]
 
 
@@ -72,20 +72,22 @@ def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
     Evaluation uses the held-out part of the training sources with eval_fraction; else eval_dataset_name; else
     the evaluation split of those training sources that have one.
     """
-    train, most = training_sources(args), args.max_eval_samples
+    train = training_sources(args)
     if args.eval_fraction and args.eval_dataset_name:
         raise UserError("--eval_fraction and --eval_dataset_name: evaluation is on one of the two")
     if args.eval_fraction:
-        parts = [dataclasses.replace(source, part="held_out", max_samples=most) for source in train]
-        evaluation = [source for source in parts if next(read_rows(source), None)]
+        evaluation = []
+        for source in train:
+            part = dataclasses.replace(source, part="held_out", max_samples=args.max_eval_samples)
+            if next(read_rows(part), None):
+                evaluation.append(part)
         if not evaluation:
             raise UserError(
                 f"--eval_fraction {args.eval_fraction}: no row is held out; a larger share is needed"
             )
         return train, evaluation
     if args.eval_dataset_name:
-        named = [_source(args, "eval_dataset_name", item, most) for item in args.eval_dataset_name]
-        return train, _labelled(named)
+        return train, _sources(args, "eval_dataset_name", args.max_eval_samples)
     return train, _evaluation_splits(args, train)
 
 
@@ -95,7 +97,8 @@ def _evaluation_splits(args: CommonArgs, train: list[Source]) -> list[Source]:
     trained = set()
     for source in train:
         trained |= _real_files(source)
-    evaluation, has_tests = [], False
+    evaluation = []
+    has_tests = False
     for source in train:
         other = dataclasses.replace(source, split=split, max_samples=args.max_eval_samples)
         if source.split == split or not trained.isdisjoint(_real_files(other)):
@@ -120,13 +123,17 @@ def _real_files(source: Source) -> set[Path]:
 def training_sources(args: CommonArgs) -> list[Source]:
     """The training sources that the arguments name. Raises UserError for settings that contradict each
     other."""
-    sources = [_source(args, "dataset_name", item, args.max_train_samples) for item in args.dataset_name]
-    weights = [None] * len(sources) if args.dataset_weights is None else args.dataset_weights
+    sources = _sources(args, "dataset_name", args.max_train_samples)
+    weights = args.dataset_weights
+    if weights is None:
+        weights = [None] * len(sources)
     if len(weights) != len(sources):
         raise UserError("--dataset_weights: expected one weight for each source of --dataset_name")
     settings = {"held_out": args.eval_fraction, "part": "train"} if args.eval_fraction else {}
-    pairs = zip(_labelled(sources), weights, strict=True)
-    return [dataclasses.replace(source, weight=weight, **settings) for source, weight in pairs]
+    weighted = []
+    for source, weight in zip(sources, weights, strict=True):
+        weighted.append(dataclasses.replace(source, weight=weight, **settings))
+    return weighted
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -137,7 +144,7 @@ def identity(source: Source) -> dict[str, Any]:
         del facts[name]
     files = files_of(source)
     if files is None:
-        # a dataset that is streamed from the Hub has none
+        # None for a dataset that is streamed from the Hub.
         facts["fingerprint"] = getattr(load_table(source), "_fingerprint", None)
     else:
         facts["files"] = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
@@ -172,18 +179,23 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
     return source
 
 
-def _labelled(sources: list[Source]) -> list[Source]:
-    """The sources with labels: a file's stem or the last part of a name, with -2, -3 for duplicates."""
-    taken, labelled = set(), []
-    for source in sources:
+def _sources(args: CommonArgs, flag: str, most: int | None) -> list[Source]:
+    """The sources of a flag with labels: a file's stem or the last part of a name, with -2, -3 for
+    duplicates."""
+    labels = set()
+    sources = []
+    for word in getattr(args, flag):
+        source = _source(args, flag, word, most)
         path = Path(source.path).expanduser()
         stem = plain(path).stem if path.is_file() else Path(os.path.abspath(path)).name
-        label, number = stem, 2
-        while not label or label in taken:
-            label, number = f"{stem}-{number}", number + 1
-        taken.add(label)
-        labelled.append(dataclasses.replace(source, label=label))
-    return labelled
+        label = stem
+        number = 1
+        while not label or label in labels:
+            number += 1
+            label = f"{stem}-{number}"
+        labels.add(label)
+        sources.append(dataclasses.replace(source, label=label))
+    return sources
 
 
 # --- rows of a source ---------------------------------------------------------------------------------------
@@ -203,11 +215,14 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
             f"{source.path}: no file for split {source.split}: {source.split}.jsonl, {source.split}-1.csv, ..."
         )
     most = math.inf if source.max_samples is None else source.max_samples
-    renames = [pair.partition("=")[::2] for pair in source.columns]
-    if not all(new and old for new, old in renames):
-        raise UserError(
-            f"--columns {' '.join(source.columns)}: expected new=old, for instance prompt=question"
-        )
+    renames = []
+    for pair in source.columns:
+        new, _, old = pair.partition("=")
+        if not new or not old:
+            raise UserError(
+                f"--columns {' '.join(source.columns)}: expected new=old, for instance prompt=question"
+            )
+        renames.append((new, old))
     if given >= most:
         return
     for file in range(first, 1 if files is None else len(files)):
@@ -242,9 +257,10 @@ def _leave_out(key: str, row: Row) -> None:
 
 
 def load_rows(source: Source | str) -> list[Row]:
-    """All rows of a source (or of the path or name in a str) in memory. Raises UserError if there are
-    none."""
-    return [row for row, _ in read_rows(Source(source) if isinstance(source, str) else source)]
+    """All rows of a source, or of a path or name, in memory. Raises UserError if there are none."""
+    if isinstance(source, str):
+        source = Source(source)
+    return [row for row, _ in read_rows(source)]
 
 
 def _is_held_out(source: Source, row: Row) -> bool:
@@ -252,7 +268,8 @@ def _is_held_out(source: Source, row: Row) -> bool:
     try:
         text = json.dumps(without_nulls(row), sort_keys=True, ensure_ascii=False, default=str)
     except RecursionError as error:
-        row.problem, text = str(error), row.where
+        row.problem = str(error)
+        text = row.where
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64 < source.held_out
 
@@ -274,10 +291,12 @@ def files_of(source: Source) -> list[Path] | None:
     named = [file for file in files if _starts_with(names, file)]
     if source.split != "train":
         return named
-    held_out = [file for file in files if HELD_OUT.search(file.name)]
-    named = [file for file in named if file not in held_out]
-    if not named and len(held_out) in (0, len(files)):
-        return files  # all files are alike: the folder is what was asked for
+    to_train = [file for file in files if not HELD_OUT.search(file.name)]
+    if not to_train:
+        return files  # all files are held out by their names: the folder is what was asked for
+    named = [file for file in named if file in to_train]
+    if not named and len(to_train) == len(files):
+        return files  # no name says anything
     return named
 
 
@@ -381,7 +400,8 @@ def _object(where: str, value: Any) -> Row:
 def _read_paragraphs(path: Path) -> Iterator[Row]:
     """Blocks between blank lines. One of more than MAX_BLOCK bytes ends at a line break."""
     block = []
-    where, size = "", 0
+    where = ""
+    size = 0
     for number, text in itertools.chain(lines(path), [(0, "")]):
         if text.strip():
             if not block:
@@ -390,4 +410,5 @@ def _read_paragraphs(path: Path) -> Iterator[Row]:
             size += len(text.encode())
         if block and (not text.strip() or size >= MAX_BLOCK):
             yield Row({"text": "\n".join(block)}, where)
-            block, size = [], 0
+            block = []
+            size = 0

@@ -45,7 +45,10 @@ class Stream:
         """job: how rows become examples. Each source has rows in a block in proportion to its weight; one
         that ends starts again, in the next block if it is the only one. functions: pack or cut the examples
         of a block."""
-        self.sources, self.job, self.seed, self.functions = sources, job, seed, functions
+        self.sources = sources
+        self.job = job
+        self.seed = seed
+        self.functions = functions
         self.quotas = shares([source.weight or 1.0 for source in sources], BLOCK_ROWS)
         self.accounts = [Account() for _ in sources]
         self._layout = None  # common to all examples
@@ -162,7 +165,8 @@ class Stream:
         """A source's part of a block; reports what is new about its rows. new: not read before."""
         account = self.accounts[s]
         said = {*account.dropped, *account.noted}
-        layout, filled = Layout({}, ""), []
+        layout = Layout({}, "")
+        filled = []
         for part in encoded:
             if new:
                 account.merge(part.account)
@@ -180,7 +184,8 @@ class Stream:
         for name in layout.fields:
             fields[name] = np.concatenate([part.fields[name] for part in filled])
         trained = int(fields["loss_mask"].sum(dtype=np.int64)) if filled else 0
-        lengths, ends = arrays[0], np.cumsum(arrays[0])
+        lengths = arrays[0]
+        ends = np.cumsum(arrays[0])
         facts = account.facts() | {"tokens": int(lengths.sum()), "trained_tokens": trained}
         return TokenFile(layout, ends - lengths, ends, *arrays[1:], fields, facts)
 

@@ -18,8 +18,11 @@ MAX_FIELD = 1 << 27  # characters of a .csv field; a longer one indicates an unc
 
 def read_table(path: Path, suffix: str) -> Iterator[Row]:
     """The rows of a file. All values of .csv and .tsv are strings."""
-    read = _read_parquet(path) if suffix == ".parquet" else _read_csv(path, "," if suffix == ".csv" else "\t")
-    for number, columns in enumerate(read, 1):
+    if suffix == ".parquet":
+        rows = _read_parquet(path)
+    else:
+        rows = _read_csv(path, "," if suffix == ".csv" else "\t")
+    for number, columns in enumerate(rows, 1):
         yield Row(columns, f"{path} row {number}")
 
 
@@ -39,12 +42,14 @@ def _read_parquet(path: Path) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
+        decode = None
         if b'"Json"' in (file.schema_arrow.metadata or {}).get(b"huggingface", b""):
             from datasets import Features
 
-            rows = map(Features.from_arrow_schema(file.schema_arrow).decode_example, rows)
-        yield from rows
+            decode = Features.from_arrow_schema(file.schema_arrow).decode_example
+        for batch in file.iter_batches(batch_size=256):
+            for row in batch.to_pylist():
+                yield decode(row) if decode else row
 
 
 def read_dataset(source: "Source", at: int) -> Iterator[Row]:

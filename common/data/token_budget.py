@@ -17,7 +17,10 @@ class Budget:
     def __init__(self, train: Any, parts: int, max_tokens: int, end: int | None):
         """train: see Windows; train.size(position) is read. end: the position at which the run ends; None:
         never."""
-        self.train, self.parts, self.max_tokens, self.end = train, parts, max_tokens, end
+        self.train = train
+        self.parts = parts
+        self.max_tokens = max_tokens
+        self.end = end
         self._borders = {0: 0}  # step -> position, as far as known
 
     def __len__(self) -> int:

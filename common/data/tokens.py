@@ -63,10 +63,10 @@ def tokenize_chat(
         sequence["loss_mask"][0] = 0  # nothing predicts the first token
     if max_length is None:
         return sequences
-    fitting = [sequence for sequence in sequences if sequence["loss_mask"][:max_length].any()]
-    if fitting and len(fitting) < len(sequences):
+    trained = [sequence for sequence in sequences if sequence["loss_mask"][:max_length].any()]
+    if trained and len(trained) < len(sequences):
         notes.add(f"cut at max_length {max_length}")
-    return [truncate(sequence, max_length) for sequence in fitting or sequences]
+    return [truncate(sequence, max_length) for sequence in trained or sequences]
 
 
 @may_reject
@@ -98,24 +98,25 @@ def tokenize_messages(
         raise BadRow("no assistant turn that is trained")
     if train_on == "everything":
         return [_whole_chat(messages, tokenizer, tools, (switches or [{}])[0])]
-    sequences: list[_Written] = []
+    written: list[_Written] = []
     for answer in answers(messages, trained, tokenizer, tools, switches, all_or_none):
-        before = sequences[-1] if sequences else None
+        before = written[-1] if written else None
         this = _write(answer, before, tokenizer)
-        # If the context continues what is there, both answers stand in one sequence.
+        # If the context begins with the sequence before, both answers stand in one sequence.
         if before and this.context_ids[: len(before.ids)] == before.ids:
             this.mask[: len(before.ids)] = before.mask
-            sequences.pop()
-        sequences.append(this)
-    if all_or_none and len(sequences) > 1:
+            written.pop()
+        written.append(this)
+    if all_or_none and len(written) > 1:
         raise BadRow("an answer of several turns, of which the chat template rewrites the earlier ones")
     rest = encode_text(answer.rest, tokenizer, after=answer.written)
-    sequences[-1].ids.extend(rest)
-    sequences[-1].mask.extend([0] * len(rest))
-    found = []
-    for one in sequences:
-        found.append({"input_ids": np.array(one.ids, np.int64), "loss_mask": np.array(one.mask, np.int64)})
-    return found
+    written[-1].ids.extend(rest)
+    written[-1].mask.extend([0] * len(rest))
+    sequences = []
+    for one in written:
+        ids = np.array(one.ids, np.int64)
+        sequences.append({"input_ids": ids, "loss_mask": np.array(one.mask, np.int64)})
+    return sequences
 
 
 class _Written(NamedTuple):
@@ -129,24 +130,27 @@ class _Written(NamedTuple):
 
 
 def _write(answer: Answer, before: _Written | None, tokenizer: Tokenizer) -> _Written:
-    """before: what was written last. If the context continues it, only the new text is encoded."""
-    context, written = answer.context, answer.written
-    known: list[int] = []
+    """before: the sequence that was written last. If the context begins with it, only the new text is
+    encoded."""
+    context = answer.context
+    text_before = ""
+    ids_before = []
     if before and before.is_whole and context.startswith(before.text):
-        known, context = before.ids, context[len(before.text) :]
-    mark = before.text if known else ""
-    prompt = encode_text(context, tokenizer, after=mark)
-    ids = encode_text(context + written, tokenizer, after=mark)
+        context = context[len(before.text) :]
+        text_before = before.text
+        ids_before = before.ids
+    prompt = encode_text(context, tokenizer, after=text_before)
+    ids = encode_text(context + answer.written, tokenizer, after=text_before)
     is_whole = ids[: len(prompt)] == prompt and len(ids) > len(prompt)
     if not is_whole:
-        ids = prompt + _pieces(written, tokenizer)
-    context_ids, ids = known + prompt, known + ids
-    mask = [0] * len(context_ids) + [1] * (len(ids) - len(context_ids))
-    return _Written(answer.context + written, context_ids, ids, mask, is_whole)
+        ids = prompt + _pieces(answer.written, tokenizer)
+    mask = [0] * len(ids_before + prompt) + [1] * (len(ids) - len(prompt))
+    text = answer.context + answer.written
+    return _Written(text, ids_before + prompt, ids_before + ids, mask, is_whole)
 
 
 def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, switches: Switches) -> Sequence:
-    """A chat of which all is trained, except for assistant turns with "train": False."""
+    """A chat in which everything is trained, except for assistant turns with "train": False."""
     ids = encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer)
     mask = np.ones(len(ids), np.int64)
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
@@ -184,10 +188,12 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
 def tokenize_documents(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
     """Each document as int64 ids with one end-of-text token, and one beginning-of-text token if the tokenizer
     adds it."""
-    documents, eos = [], tokenizer.eos_token_id
+    documents = []
     for ids in _ids(texts, tokenizer):
         ids = _with_bos(ids, tokenizer)
-        documents.append(np.array(ids if ids and ids[-1] == eos else [*ids, eos], np.int64))
+        if not ids or ids[-1] != tokenizer.eos_token_id:
+            ids = [*ids, tokenizer.eos_token_id]
+        documents.append(np.array(ids, np.int64))
     return documents
 
 
@@ -198,23 +204,31 @@ def tokenize_pair(pair: dict[str, Any], tokenizer: Tokenizer, max_length: int) -
     max_length limits each side. Raises BadRow if no token of one of the answers is left, or no difference.
     """
     if isinstance(pair["prompt"], str):
-        sides = [
-            tokenize_completion(pair["prompt"], pair[side], tokenizer) for side in ("chosen", "rejected")
-        ]
+        chosen = tokenize_completion(pair["prompt"], pair["chosen"], tokenizer)
+        rejected = tokenize_completion(pair["prompt"], pair["rejected"], tokenizer)
     else:
-        sides = _sides(pair, tokenizer)
-    prompts = [side["input_ids"][: side["loss_mask"].argmax()] for side in sides]
-    if not np.array_equal(*prompts):
+        chosen, rejected = _sides(pair, tokenizer)
+    if not np.array_equal(_prompt_of(chosen), _prompt_of(rejected)):
         raise BadRow("the prompt has other tokens before the chosen than before the rejected answer")
-    ends = [int(np.flatnonzero(side["loss_mask"])[-1]) for side in sides]
-    # One answer loses its end token: trained in the other alone, it would make ending good or bad.
-    if min(ends) < max_length <= max(ends):
-        side = sides[ends.index(min(ends))]
-        side["loss_mask"][min(ends)] = 0
-    sides = [truncate(side, max_length) for side in sides]
-    if np.array_equal(sides[0]["input_ids"], sides[1]["input_ids"]):
+    shorter, longer = sorted((chosen, rejected), key=_end_of)
+    # If the longer answer is cut before its end token, the other one's is not trained: one alone would make
+    # ending good or bad.
+    if _end_of(shorter) < max_length <= _end_of(longer):
+        shorter["loss_mask"][_end_of(shorter)] = 0
+    chosen = truncate(chosen, max_length)
+    rejected = truncate(rejected, max_length)
+    if np.array_equal(chosen["input_ids"], rejected["input_ids"]):
         raise BadRow("chosen and rejected are the same tokens, within max_length")
-    return sides
+    return [chosen, rejected]
+
+
+def _prompt_of(side: Sequence) -> np.ndarray:
+    return side["input_ids"][: side["loss_mask"].argmax()]
+
+
+def _end_of(side: Sequence) -> int:
+    """The place of the last trained token."""
+    return int(np.flatnonzero(side["loss_mask"])[-1])
 
 
 def _sides(pair: dict[str, Any], tokenizer: Tokenizer) -> list[Sequence]:
@@ -294,18 +308,17 @@ class _Traits(NamedTuple):
 def _traits(tokenizer: Tokenizer) -> _Traits:
     sample = "Hello there,\n  it's 1+1=2."
     ids = tokenizer(sample, add_special_tokens=False).input_ids
-    if (
-        engine_of(tokenizer).encode(sample, add_special_tokens=False).ids != ids
-    ):  # called directly from here on
+    # Its engine is called directly from here on.
+    if engine_of(tokenizer).encode(sample, add_special_tokens=False).ids != ids:
         raise UserError(f"{type(tokenizer).__name__}: {NOT_FAST}")
-    tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
-    adds_space = bool(tokens) and tokens[0][0] in "▁Ġ"
     marks = special_tokens(tokenizer)
-    return _Traits(
-        frozenset(tokenizer.convert_tokens_to_ids(marks)),
-        re.compile("(" + "|".join(map(re.escape, marks)) + ")"),
-        tokenizer("\n", add_special_tokens=False).input_ids if adds_space else None,
-    )
+    special = frozenset(tokenizer.convert_tokens_to_ids(marks))
+    pattern = re.compile("(" + "|".join(map(re.escape, marks)) + ")")
+    line_break = None
+    tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
+    if tokens and tokens[0][0] in "▁Ġ":
+        line_break = tokenizer("\n", add_special_tokens=False).input_ids
+    return _Traits(special, pattern, line_break)
 
 
 def engine_of(tokenizer: Tokenizer, literal: bool = False) -> "tokenizers.Tokenizer":
@@ -324,7 +337,7 @@ def engine_of(tokenizer: Tokenizer, literal: bool = False) -> "tokenizers.Tokeni
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Texts as ids, without beginning- or end-of-text tokens."""
-    _traits(tokenizer)  # raises for a tokenizer that is not to be called in this way
+    _traits(tokenizer)  # raises for a tokenizer that cannot be called in this way
     engine = engine_of(tokenizer, tokenizer.split_special_tokens)
     return [encoding.ids for encoding in engine.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -332,14 +345,14 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 def encode_text(text: str, tokenizer: Tokenizer, after: str = "") -> list[int]:
     """Rendered text of a chat as ids. Placeholders become text. after: a text that ends with a special token, which
     this one continues."""
-    # No token spans a special one. What lies between two of them is often the same: it is encoded once.
+    # No token spans a special one. The text between two of them is often the same: it is encoded once.
     parts = _traits(tokenizer).marks.split(text)  # text, mark, text, mark, ..., text
-    ids: list[int] = []
+    parts.append("")  # no mark after the last text
+    ids = []
     mark = next((mark for mark in special_tokens(tokenizer) if after.endswith(mark)), "")
     for i in range(0, len(parts), 2):
-        following = parts[i + 1] if i + 1 < len(parts) else ""
-        ids += _between(tokenizer, mark, parts[i], following)
-        mark = following
+        ids += _between(tokenizer, mark, parts[i], parts[i + 1])
+        mark = parts[i + 1]
     return ids
 
 
@@ -355,17 +368,16 @@ def _between(tokenizer: Tokenizer, mark: str, text: str, following: str) -> list
 def _pieces(text: str, tokenizer: Tokenizer, mark: str | None = None, following: str = "") -> list[int]:
     """A text as ids, with cuts at its placeholders. mark: the special token before it, "" at the start of a
     text, None after other text. following: the special token after it, whose id is the last one."""
-    ids: list[int] = []
+    ids = []
     parts = PLACEHOLDER.split(text)  # text, number, text, number, ..., text
     if "\ufdd0" in "".join(parts[::2]):
         raise BadRow("the chat template cuts a special token that the text contains")
     for i, part in enumerate(parts):
-        if i % 2:
-            ids += _piece(
-                hidden_texts(tokenizer)[int(part)], tokenizer, first=mark == "" and not ids, literal=True
-            )
-        elif part:
-            ids += _piece(part, tokenizer, first=mark == "" and not ids)
+        is_placeholder = i % 2 == 1
+        if is_placeholder:
+            part = hidden_texts(tokenizer)[int(part)]
+        if part:
+            ids += _piece(part, tokenizer, first=mark == "" and not ids, literal=is_placeholder)
     if following:
         ids.append(tokenizer.convert_tokens_to_ids(following))
     return ids
@@ -374,14 +386,17 @@ def _pieces(text: str, tokenizer: Tokenizer, mark: str | None = None, following:
 def _piece(text: str, tokenizer: Tokenizer, first: bool, literal: bool = False) -> list[int]:
     """A piece of a longer text as ids; literal: spelled special tokens stay characters."""
     traits = _traits(tokenizer)
-    # Some tokenizers add a space before a text. Within a longer one there is none: encode the piece after a line break.
-    lead = None if first else traits.line_break
     engine = engine_of(tokenizer, literal)
-    ids = engine.encode(text if lead is None else "\n" + text, add_special_tokens=False).ids
-    if lead is not None:
-        if ids[: len(lead)] != lead:
+    if first or traits.line_break is None:
+        ids = engine.encode(text, add_special_tokens=False).ids
+    else:
+        # The tokenizer adds a space before a text, but there is none within a longer one: encode the piece
+        # after a line break.
+        ids = engine.encode("\n" + text, add_special_tokens=False).ids
+        n = len(traits.line_break)
+        if ids[:n] != traits.line_break:
             raise BadRow("the tokenizer cannot split the text at the border of an answer")
-        ids = ids[len(lead) :]
+        ids = ids[n:]
     if literal and not traits.special.isdisjoint(ids):
         raise BadRow(f"the text contains the special token {text}")
     return ids
@@ -397,15 +412,15 @@ def show_trained(sequence: Sequence, tokenizer: Tokenizer) -> str:
 
 def trained_parts(sequence: Sequence, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
     """A sequence as stretches of text, each with whether it is trained."""
-    ids, mask = sequence["input_ids"], sequence["loss_mask"]
+    ids = sequence["input_ids"]
+    mask = sequence["loss_mask"]
     borders = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
-    return [
-        (
-            tokenizer.decode(ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            bool(mask[start]),
-        )
-        for start, end in pairwise(borders)
-    ]
+    parts = []
+    for start, end in pairwise(borders):
+        part = ids[start:end]
+        text = tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        parts.append((text, bool(mask[start])))
+    return parts
 
 
 def truncate(sequence: Sequence, max_length: int) -> Sequence:

@@ -16,23 +16,24 @@ Sequence = dict[str, np.ndarray | float | int]
 # Sequences that stay together: that of a conversation, the chosen and rejected answers of a pair, all those
 # of a pack.
 Example = list[Sequence]
-# Names that a batch has of its own (collators.flat_batch), which no field of a sequence may have.
+# Names of a batch's own fields (collators.flat_batch): no field of a sequence may have one of them.
 RESERVED = ("position_ids", "cu_seqlens", "targets", "previous", "sequence_mask", "lengths", "token_map")
 
 
 # Names of one thing: each template reads its own (Cohere's tool_plan).
 REASONING = ("reasoning_content", "thinking", "reasoning", "tool_plan")
-# What is to be known of the row that is tokenised: encode.py counts it, and empties the set.
+# Remarks about the row that is being tokenised: encode.py counts them, and empties the set.
 notes: set[str] = set()
 
 
 class Row(dict[str, Any]):
-    """The columns of a dataset row, its origin, and which columns were looked at."""
+    """The columns of a dataset row, and its origin. It records in `read` which columns were looked at."""
 
     def __init__(self, columns: dict[str, Any], where: str = "", problem: str | None = None):
         """where: shown to the user, like "chats.jsonl:12". problem: why it could not be read."""
         super().__init__(columns)
-        self.where, self.problem = where, problem
+        self.where = where
+        self.problem = problem
         self.read: set[str] = set()
 
     def __getitem__(self, name: str) -> Any:

@@ -10,7 +10,7 @@ import warnings
 
 from accelerate import Accelerator
 from common.errors import UserError, say
-from common.files import writing
+from common.files import new_folder, writing
 from common.model.files import dtype_of, hub_errors
 from common.model.flat_model import base_lm, is_quantised
 from common.model.load import load_merged, make_savable
@@ -55,15 +55,8 @@ def merge_adapter(
     """Write the merged model to the folder `out`, all of it or nothing."""
     if Path(out).exists():
         raise UserError(f"{out} is there already: name a folder that is not")
-    temporary = Path(out).with_name(f".{Path(out).name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with writing(Path(out)):
-            temporary.mkdir(parents=True)
-            write_merged(adapter, temporary, base, trust_remote_code=trust_remote_code)
-            temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(Path(out)), new_folder(Path(out)) as folder:
+        write_merged(adapter, folder, base, trust_remote_code=trust_remote_code)
     say(f"{adapter}, merged into its base: {out}")
 
 

@@ -2,9 +2,10 @@
 
 A checkpoint is a folder `checkpoint-<step>` with the model and tokenizer as transformers saves them, the
 optimizer, the run's settings, and `trainer_state.json`. (FSDP2 keeps the optimizer, and if asked the weights,
-in shards: sharded.py. DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary
-name, flushed to disk, listed in `manifest.json` with sizes and hashes, and only then renamed; older
-checkpoints are deleted after that. A kill at any moment, or a full disk, leaves the last complete one usable.
+in shards: sharded.py. DeepSpeed keeps its engine's state in `state/`.) It is written under a temporary name
+by all processes, flushed to disk, listed in `manifest.json` with sizes and hashes, and only then renamed;
+older checkpoints are deleted after that. A kill at any moment, or a full disk, leaves the last complete one
+usable.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,14 +21,14 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from common.args import CommonArgs, save_args
 from common.data.types import Tokenizer
-from common.errors import UserError, say
+from common.errors import UserError, quoted, say
 from common.files import flush, write_manifest, writing
 from common.model.flat_model import FlatModel
 from common.model.merge import write_merged
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import gather_lists, on_each_process, on_main_process, sharded_as, unsharded
 from common.run import sharded
-from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, read_json, step_of
+from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, matching, read_json, step_of
 from safetensors.torch import load_file
 import torch
 from torch import nn
@@ -56,18 +57,22 @@ def save_checkpoint(
     training continues: existing checkpoints stay, and the next save tries again.
     """
     output_dir = Path(args.output_dir)
-    final, temporary = checkpoint_at(args.output_dir, step), output_dir / f".checkpoint-{step}.tmp"
-    wrapper, kind = accelerator.unwrap_model(model, keep_torch_compile=False), accelerator.distributed_type
+    final = checkpoint_at(args.output_dir, step)
+    temporary = output_dir / f".checkpoint-{step}.tmp"
+    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+    kind = accelerator.distributed_type
     is_fsdp = kind == DistributedType.FSDP
     shards = is_fsdp and sharded.writes_shards(accelerator, wrapper)
     modules = sharded.gather_extra(wrapper) if shards else {}
     weights = {} if shards else gather_weights(accelerator, model)
-    states = {name: kept_state(accelerator, name, one) for name, one in (kept or {}).items()}
+    states = {}
+    for name, value in (kept or {}).items():
+        states[name] = kept_state(accelerator, name, value)
 
     @writing(output_dir)
     def write() -> None:
-        for left in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
-            shutil.rmtree(left, ignore_errors=True)
+        for folder in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
+            shutil.rmtree(folder, ignore_errors=True)
         temporary.mkdir(parents=True)
         if shards:
             sharded.write_frame(temporary, wrapper, modules, tokenizer)
@@ -127,11 +132,10 @@ def export(
     weights; None: as they are. also: writes further files of that model, on the main process. Raises
     UserError if the disk refuses the write. Weights may change: this ends the run.
     """
-    output_dir, temporary = Path(args.output_dir), Path(args.output_dir, ".export.tmp")
-    wrapper, trust = (
-        accelerator.unwrap_model(model, keep_torch_compile=False),
-        {"trust_remote_code": args.trust_remote_code},
-    )
+    output_dir = Path(args.output_dir)
+    temporary = output_dir / ".export.tmp"
+    wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
+    trust = {"trust_remote_code": args.trust_remote_code}
     if best is not None and (best / SHARDS).is_dir():
         sharded.load(accelerator, wrapper, None, best)
     copies = best is not None and not (best / SHARDS).is_dir()
@@ -156,15 +160,15 @@ def export(
             if file.is_file():
                 file.chmod(temporary.stat().st_mode & 0o666)  # safetensors' files are the owner's alone
             flush(file)
-        files = list(temporary.iterdir())
-        for file in files:
-            target = output_dir / file.name
+        names = os.listdir(temporary)
+        for name in names:
+            target = output_dir / name
             if target.is_dir():
                 shutil.rmtree(target)
-            os.replace(file, target)
-        for old in {old for pattern in WEIGHTS for old in output_dir.glob(pattern)}:
-            if old.name not in {file.name for file in files}:  # left by an earlier export in another format
-                old.unlink()
+            os.replace(temporary / name, target)
+        for file in matching(output_dir, WEIGHTS):
+            if file.name not in names:  # left by an earlier export in another format
+                file.unlink()
         if also is not None:
             also()
 
@@ -179,13 +183,15 @@ def export(
 
 def check_modules(model: FlatModel, optimizer: torch.optim.Optimizer) -> None:
     """Raise UserError for modules that would be trained and not saved, or neither trained nor frozen."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = set()
+    for group in optimizer.param_groups:
+        trained.update(map(id, group["params"]))
     for name, p in model.named_parameters():
         if not name.startswith(("lm.", "extra.")):
             raise UserError(
                 f"model.{name} would never be saved: modules of your own go into model.extra, before make_optimizer"
             )
-        if p.requires_grad and id(p) not in known:
+        if p.requires_grad and id(p) not in trained:
             raise UserError(
                 f"model.{name} is not in the optimizer: add modules to model.extra before make_optimizer, and freeze what "
                 "is not to be trained"
@@ -205,7 +211,9 @@ def resume(
     """
     if checkpoint is None:
         return {"step": 0}
-    settings = [{name: group[name] for name in SETTINGS if name in group} for group in optimizer.param_groups]
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append({name: group[name] for name in SETTINGS if name in group})
     if accelerator.distributed_type == DistributedType.FSDP:
         wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
         sharded.load(accelerator, wrapper, optimizer, checkpoint)
@@ -227,23 +235,27 @@ def load_extra(model: FlatModel, checkpoint: Path | None, start: str | None = No
     checkpoint, or, at the start of a run, from the folder of its model, if an earlier stage had the same
     ones."""
     if checkpoint is None and start and Path(start, EXTRA).exists():
-        found, own = load_file(Path(start, EXTRA)), model.extra.state_dict()
-        same = {name: w.shape for name, w in found.items()} == {name: w.shape for name, w in own.items()}
-        if same:
-            model.extra.load_state_dict(found)
-        what = "training goes on with these modules" if same else "left out, this script has other modules"
-        say(f"{Path(start, EXTRA)}: {what}")
+        weights = load_file(Path(start, EXTRA))
+        if shapes_of(weights) == shapes_of(model.extra.state_dict()):
+            model.extra.load_state_dict(weights)
+            say(f"{Path(start, EXTRA)}: training goes on with these modules")
+        else:
+            say(f"{Path(start, EXTRA)}: left out, this script has other modules")
     if checkpoint is None or not len(model.extra):
         return
     with _reading(checkpoint / EXTRA, f"the modules {', '.join(model.extra)} of this script"):
         model.extra.load_state_dict(load_file(checkpoint / EXTRA))
 
 
+def shapes_of(weights: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: w.shape for name, w in weights.items()}
+
+
 def kept_state(accelerator: Accelerator, name: str, kept: Any) -> Any:
     """The state of what a script keeps: a dict, or an object with a `state_dict()`. Called on every process.
 
-    Raises UserError for values that could not be read again, and if it differs between the processes, of
-    which only the main one's would be restored.
+    Raises UserError for values that could not be read again, and if it differs between the processes: only
+    the main process's would be restored.
     """
     state = tree_map(unsharded, kept if isinstance(kept, dict) else kept.state_dict())
     seen = []
@@ -277,23 +289,21 @@ def load_kept(name: str, kept: Any, checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def _reading(file: Path, what: str) -> Iterator[None]:
-    """Turn any exception into one line: a file that is missing, damaged or of something else fails in many
+    """Turn any exception into one line: a file that is missing, damaged or of another kind fails in many
     ways."""
     try:
         yield
     except Exception as error:
-        raise UserError(f"{file} does not hold {what}: {' '.join(str(error).split())[:300]}") from None
+        raise UserError(f"{file} does not hold {what}: {quoted(error, 300, str)}") from None
 
 
 def prune(output_dir: str, step: int, total_limit: int, best: int | None) -> None:
     """Keep the newest total_limit (0: all) checkpoints and the best one, once checkpoint-<step> is
     complete."""
-    found = checkpoints(output_dir)
     # Checkpoints beyond this step are damaged, or were abandoned when the run resumed from before them.
     # Counted, they would push out the new one.
-    surplus = [path for path in found if step_of(path) > step]
-    if total_limit > 0:
-        surplus += [path for path in found if step_of(path) <= step][:-total_limit]
-    for path in surplus:
-        if step_of(path) != best:
+    usable = [path for path in checkpoints(output_dir) if step_of(path) <= step]
+    newest = usable[-total_limit:]  # all for 0
+    for path in checkpoints(output_dir):
+        if path not in newest and step_of(path) != best:
             shutil.rmtree(path, ignore_errors=True)

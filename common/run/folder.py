@@ -6,7 +6,7 @@ in each checkpoint, too, and a run that resumes is compared with them.
 """
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import errno
 import hashlib
@@ -25,20 +25,23 @@ from common.files import file_hash, find_damage, writing
 from common.processes import on_main_process
 import yaml
 
-# an object per line, with its step
+# The files of a run; those of LINES have an object per line, with its step.
 LINES = ("metrics.jsonl", "samples.jsonl", "completions.jsonl", "regression.jsonl")
-NOTES = ("args.yaml", "inputs.json", "dataset.json", "summary.json", "events.jsonl", "report.html")
-WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")  # of an exported model
+RUN_FILES = ("args.yaml", "inputs.json", "dataset.json", "summary.json", "events.jsonl", "report.html")
+# The files of an exported model; the last ones depend on the tokenizer.
+WEIGHTS = ("model*.safetensors*", "adapter_*", "extra.safetensors")
 MODEL = ("config.json", "generation_config.json", "tokenizer*", "chat_template*", "special_tokens_map.json")
-# and their companions, depending on the tokenizer
 MODEL += ("added_tokens.json", "vocab.*", "merges.txt", "*.model")
 CLASSIFIER = "classifier"  # a reward model
 OWN = ("output_dir", "dataset_cache_dir")  # paths that a run writes to
-OTHERWISE = "choose another --output_dir, or start over with --overwrite_output_dir (weights alone: --model_name_or_path)"
+HOW_TO_START_OVER = (
+    "choose another --output_dir, or start over with --overwrite_output_dir "
+    "(weights alone: --model_name_or_path)"
+)
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
 
-# --- what is in it ------------------------------------------------------------------------------------------
+# --- its content ------------------------------------------------------------------------------------------
 
 
 def checkpoint_at(output_dir: str | Path, step: int) -> Path:
@@ -51,18 +54,26 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """The checkpoint folders, oldest first."""
-    found = [
-        path
-        for path in Path(output_dir).glob("checkpoint-*")
-        if path.name.removeprefix("checkpoint-").isdecimal()
-    ]
-    return sorted(found, key=step_of)
+    folders = []
+    for path in Path(output_dir).glob("checkpoint-*"):
+        if path.name.removeprefix("checkpoint-").isdecimal():
+            folders.append(path)
+    return sorted(folders, key=step_of)
+
+
+def matching(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    """The files and folders in a folder whose names match one of the patterns."""
+    paths = set()
+    for pattern in patterns:
+        paths.update(folder.glob(pattern))
+    return sorted(paths)
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint whose files are as they were written; prints the ones that were passed over."""
+    """The newest checkpoint whose files are as they were written; prints which newer ones are damaged."""
     for checkpoint in reversed(checkpoints(output_dir)):
-        if (problem := find_damage(checkpoint)) is None:
+        problem = find_damage(checkpoint)
+        if problem is None:
             return checkpoint
         say(f"{checkpoint} is passed over: {problem}")
     return None
@@ -71,10 +82,10 @@ def newest_intact(output_dir: str | Path) -> Path | None:
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
     """A JSON object; {} if the file is missing or holds something else."""
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        value = parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_args(folder: Path) -> dict[str, Any]:
@@ -85,52 +96,56 @@ def read_args(folder: Path) -> dict[str, Any]:
 def earlier_args(folder: Path) -> dict[str, Any] | None:
     """The arguments of the run in a folder. None: there is no run; {}: they cannot be read."""
     # A run that ended before its first metric or checkpoint left nothing worth keeping.
-    begun = (folder / "metrics.jsonl").exists() or (folder / "summary.json").exists() or checkpoints(folder)
-    return read_args(folder) if begun else None
+    if (folder / "metrics.jsonl").exists() or (folder / "summary.json").exists() or checkpoints(folder):
+        return read_args(folder)
+    return None
 
 
-# --- whose it is --------------------------------------------------------------------------------------------
+# --- its owner --------------------------------------------------------------------------------------------
 
 
 def open_folder(
     args: CommonArgs, accelerator: Accelerator, script: str
 ) -> tuple[Path | None, dict[str, str]]:
-    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None to begin, and the
-    inputs known so far. Called on every process.
+    """Lock args.output_dir for this run; returns the checkpoint to resume from, or None for a new run, and
+    the inputs that are known at the start. Called on every process.
 
-    Raises UserError if the folder is in use, or holds what no run has written, or another run; see `claim`
-    for the rest.
+    Raises UserError if the folder is in use, or holds files that no run has written, or another run; see
+    `resume_point`.
     """
 
-    # by one process: another machine may have another disk
-    def open_it() -> tuple[Path | None, dict[str, str]]:
+    # On the main process alone: another machine may have another disk.
+    def lock_and_look() -> tuple[Path | None, dict[str, str]]:
         refuse_foreign_folder(args)  # before a lock is made there
         lock(Path(args.output_dir))
-        inputs = known_inputs(args, script, accelerator.mixed_precision)
-        return claim(args, inputs), inputs
+        inputs = inputs_at_start(args, script, accelerator.mixed_precision)
+        return resume_point(args, inputs), inputs
 
-    return on_main_process(accelerator, open_it)
+    return on_main_process(accelerator, lock_and_look)
 
 
 def refuse_foreign_folder(args: CommonArgs) -> None:
     """Raise UserError if the run would write over what it reads, or over files that no run has written."""
     folder = Path(args.output_dir)
-    for flag, named in vars(args).items():
-        reads = declared(type(args), flag)["is_path"] and flag not in OWN
-        for name in (named if isinstance(named, list) else [named]) if reads and named else []:
-            if os.path.exists(name) and Path(name).resolve().is_relative_to(folder.resolve()):
+    for flag, name in words_of(args):
+        is_read = declared(type(args), flag)["is_path"] and flag not in OWN
+        if is_read and name and os.path.exists(name):
+            if Path(name).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
-    if earlier_args(folder) is None and not read_args(folder):
-        found = [
-            file
-            for pattern in (*WEIGHTS, *MODEL, *LINES, *NOTES)
-            for file in folder.glob(pattern)
-            if file.is_file()
-        ]
-        if found:
+    if earlier_args(folder) is not None or read_args(folder):
+        return
+    for path in matching(folder, (*WEIGHTS, *MODEL, *LINES, *RUN_FILES)):
+        if path.is_file():
             raise UserError(
-                f"--output_dir {folder} holds {found[0].name}, which no run has written: choose another"
+                f"--output_dir {folder} holds {path.name}, which no run has written: choose another"
             )
+
+
+def words_of(args: CommonArgs) -> Iterator[tuple[str, Any]]:
+    """(flag, value) of every argument; of a list, each of its values."""
+    for flag, value in vars(args).items():
+        for word in value if isinstance(value, list) else [value]:
+            yield flag, word
 
 
 def lock(folder: Path) -> None:
@@ -152,8 +167,8 @@ def lock(folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (ImportError, OSError) as error:
         if getattr(error, "errno", None) not in (errno.EACCES, errno.EAGAIN):
-            return say(f"{folder} cannot be locked ({error}): see to it that no second run uses it")
-        _LOCKS.pop(path)  # it is another's
+            return say(f"{folder} cannot be locked ({error}): make sure that no other run uses it")
+        _LOCKS.pop(path)  # another run's
         raise UserError(
             f"{folder} is in use by {path.read_text()}: stop it, or choose another --output_dir"
         ) from None
@@ -163,7 +178,7 @@ def lock(folder: Path) -> None:
 
 
 def remove_if_unused(folder: Path) -> None:
-    """Remove a folder in which this process has made nothing but its lock: of a run that failed at its start."""
+    """Remove the folder of a run that failed at its start, if its lock is all that this process made there."""
     path = folder.resolve() / ".lock"
     with contextlib.suppress(OSError):
         if path in _LOCKS and os.listdir(path.parent) == [path.name]:
@@ -190,45 +205,55 @@ def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
 # --- what a new run does with it ----------------------------------------------------------------------------
 
 
-def claim(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
-    """Decide what this run does with its folder; returns the checkpoint to resume from, or None to begin.
-    Deletes nothing.
+def resume_point(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
+    """Decide what this run does with its folder; returns the checkpoint to resume from, or None for a new
+    run. Deletes nothing.
 
-    | the folder holds                    | this run                                               |
-    |-------------------------------------|--------------------------------------------------------|
-    | no run                              | begins, or goes on from a named checkpoint of another  |
-    | any run, and --overwrite_output_dir | the same                                               |
-    | an unfinished run                   | goes on from its newest intact checkpoint              |
-    | a complete run of this length       | ends with SystemExit(0)                                |
-    | a complete run that is to be longer | goes on like an unfinished one                         |
+    | the folder holds                    | this run                                                  |
+    |-------------------------------------|-----------------------------------------------------------|
+    | no run                              | is new, or resumes from a named checkpoint of another run |
+    | any run, and --overwrite_output_dir | the same                                                  |
+    | an unfinished run                   | resumes from its newest intact checkpoint                 |
+    | a complete run of this length       | ends with SystemExit(0)                                   |
+    | a complete run that is to be longer | resumes like an unfinished one                            |
 
-    inputs: see known_inputs. Raises UserError if two different runs would be mixed.
+    inputs: see inputs_at_start. Raises UserError if two different runs would be mixed.
     """
-    folder, wanted = Path(args.output_dir), args.resume_from_checkpoint
+    folder = Path(args.output_dir)
+    wanted = args.resume_from_checkpoint
     named = None if wanted.lower() in ("auto", "true", "none") else Path(wanted)
     saved = None if args.overwrite_output_dir else earlier_args(folder)
-    if saved is None and named is None:
-        return None
-    if saved is not None and (
-        wanted.lower() == "none" or (named and saved.get("resume_from_checkpoint") != wanted)
-    ):
-        raise UserError(f"{folder} holds an earlier run: {OTHERWISE}")
-    is_complete = saved is not None and (folder / "summary.json").exists()
-    checkpoint = named if saved is None else newest_intact(folder) or named
-    if named and checkpoint == named and (problem := find_damage(named)):
-        expected = "expected auto, none, or a checkpoint of another folder, like outputs/sft/checkpoint-500"
-        raise UserError(f"--resume_from_checkpoint {named}: {problem}; {expected}")
+    if saved is None:
+        if named is None:
+            return None
+        is_complete = False
+        checkpoint = named
+    else:
+        is_other = named and saved.get("resume_from_checkpoint") != wanted
+        if is_other or wanted.lower() == "none":
+            raise UserError(f"{folder} holds an earlier run: {HOW_TO_START_OVER}")
+        is_complete = (folder / "summary.json").exists()
+        checkpoint = newest_intact(folder) or named
+    if named and checkpoint == named:
+        problem = find_damage(named)
+        if problem:
+            expected = (
+                "expected auto, none, or a checkpoint of another folder, like outputs/sft/checkpoint-500"
+            )
+            raise UserError(f"--resume_from_checkpoint {named}: {problem}; {expected}")
     earlier = folder if is_complete or checkpoint is None else checkpoint
     before = read_args(earlier)
     if not before:
-        raise UserError(f"{earlier} is of a run whose args.yaml cannot be read: {OTHERWISE}")
+        raise UserError(f"{earlier} is of a run whose args.yaml cannot be read: {HOW_TO_START_OVER}")
     changed = _refuse_other_run(args, before, earlier)
     if is_complete or checkpoint:
         refuse_changes(args, inputs, earlier)
     if is_complete:
         _leave_complete_run(args, changed)
         if checkpoint is None:
-            raise UserError(f"{folder} holds a complete run, and no checkpoint to go on from: {OTHERWISE}")
+            raise UserError(
+                f"{folder} holds a complete run, and no checkpoint to go on from: {HOW_TO_START_OVER}"
+            )
     for name, (then, now) in changed.items():
         say(f"{name}: {then} -> {now}")
     return checkpoint
@@ -238,37 +263,48 @@ def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path) -
     """{name: (then, now)} of the arguments that have changed. Raises UserError if one of them makes it
     another run."""
     then = defaults(type(args)) | before  # a flag that did not exist yet had its default
-    changed = {name: (then[name], now) for name, now in vars(args).items() if then[name] != now}
-    allowed, fixed = may_change(type(args)), [None]
-    metrics = [
-        re.sub("^(min:|max:)?(eval_)?", "", str(name)) for name in (args.save_best, before.get("save_best"))
-    ]
-    if args.save_best and metrics[0] == metrics[1]:
-        fixed.append("evaluation")  # evaluations that are compared have to measure the same
-    if refused := [name for name in changed if allowed[name] in fixed]:
-        raise UserError(f"{earlier} is of another run ({_shown(changed, refused)}): {OTHERWISE}")
+    changed = {}
+    for name, now in vars(args).items():
+        if then[name] != now:
+            changed[name] = (then[name], now)
+    refused = [None]
+    if args.save_best and _metric(args.save_best) == _metric(before.get("save_best")):
+        refused.append("evaluation")  # evaluations that are compared have to measure the same
+    changes = _changes_of(args, changed, refused)
+    if changes:
+        raise UserError(f"{earlier} is of another run ({changes}): {HOW_TO_START_OVER}")
     return changed
 
 
+def _metric(save_best: str | None) -> str:
+    return re.sub("^(min:|max:)?(eval_)?", "", str(save_best))
+
+
 def _leave_complete_run(args: CommonArgs, changed: dict[str, tuple[Any, Any]]) -> None:
-    """Raise SystemExit(0) for the same run once more, and UserError for another course; return if it is to be
-    longer."""
-    allowed = may_change(type(args))
+    """Raise SystemExit(0) for the same run once more, and UserError if it would be trained in another way;
+    return if it is to be longer."""
     last_step = read_json(Path(args.output_dir, "summary.json")).get("final", {}).get("step", 0)
-    if any(allowed[name] == "length" for name in changed) and not 0 < args.max_steps <= last_step:
+    if _changes_of(args, changed, ["duration"]) and not 0 < args.max_steps <= last_step:
         return
-    if course := [name for name in changed if allowed[name] in ("course", "length")]:
-        longer = f"a larger --max_steps goes on with it; {OTHERWISE}"
-        raise UserError(f"{args.output_dir} holds a complete run ({_shown(changed, course)}): {longer}")
-    say(f"{args.output_dir} holds this very run, complete: {OTHERWISE}")
+    changes = _changes_of(args, changed, ["training", "duration"])
+    if changes:
+        longer = f"a larger --max_steps goes on with it; {HOW_TO_START_OVER}"
+        raise UserError(f"{args.output_dir} holds a complete run ({changes}): {longer}")
+    say(f"{args.output_dir} holds this very run, complete: {HOW_TO_START_OVER}")
     raise SystemExit(0)
 
 
-def _shown(changed: dict[str, tuple[Any, Any]], names: list[str]) -> str:
-    return ", ".join(f"{name} {changed[name][0]} -> {changed[name][1]}" for name in names)
+def _changes_of(args: CommonArgs, changed: dict[str, tuple[Any, Any]], kinds: list[str | None]) -> str:
+    """For a message, the changed arguments whose `may_change` is one of these."""
+    effects = may_change(type(args))
+    changes = []
+    for name, (then, now) in changed.items():
+        if effects[name] in kinds:
+            changes.append(f"{name} {then} -> {now}")
+    return ", ".join(changes)
 
 
-def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
+def write_settings(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
     """Write the settings of this run to its folder; with --overwrite_output_dir, first delete the earlier run
     there.
 
@@ -287,31 +323,27 @@ def begin(args: CommonArgs, script: str, inputs: dict[str, str]) -> None:
 def delete_run(folder: Path) -> None:
     """Delete what a run has written to its folder and the next one would not replace, and nothing else
     there."""
-    folders = [".checkpoint-*.tmp", ".export.tmp", "bad_batches"]
-    for path in [*checkpoints(folder), *(path for pattern in folders for path in folder.glob(pattern))]:
+    unfinished = matching(folder, (".checkpoint-*.tmp", ".export.tmp", "bad_batches"))
+    for path in checkpoints(folder) + unfinished:
         shutil.rmtree(path)
-    for pattern in (*LINES, *NOTES, *WEIGHTS):
-        for file in folder.glob(pattern):
-            file.unlink()
+    for file in matching(folder, (*LINES, *RUN_FILES, *WEIGHTS)):
+        file.unlink()
 
 
 # --- what the run was made of -------------------------------------------------------------------------------
 
 
-def known_inputs(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, str]:
+def inputs_at_start(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, str]:
     """{what: its hash} of the inputs known at the start: the script, the precision, code that arguments name,
     and model folders (the reference, the base under an adapter, a reward model)."""
     code = ast.dump(ast.parse(Path(script).read_text(encoding="utf-8")))  # without comments and layout
     inputs = {"the script": hashlib.sha256(code.encode()).hexdigest(), "the mixed precision": mixed_precision}
-    words = [
-        word for value in vars(args).values() for word in (value if isinstance(value, list) else [value])
-    ]
-    words.append(
-        read_json(Path(str(args.model_name_or_path), "adapter_config.json")).get("base_model_name_or_path")
-    )
-    # whose values must stay comparable
+    words = {str(word) for _, word in words_of(args)}
+    adapter = read_json(Path(str(args.model_name_or_path), "adapter_config.json"))
+    words.add(str(adapter.get("base_model_name_or_path")))
+    # Their results are compared over the run.
     compared = (args.eval_prompts, args.regression_suite) if args.save_best else ()
-    for word in {str(word) for word in words} - {args.output_dir}:
+    for word in words - {args.output_dir}:
         path = Path(re.sub(r"\.py:\w+$", ".py", word))  # file.py:function
         with contextlib.suppress(OSError):  # not a file name, or unreadable: reported elsewhere
             if (path.suffix in (".py", ".jinja") or word in compared) and path.is_file():
@@ -327,11 +359,13 @@ def refuse_changes(args: CommonArgs, inputs: dict[str, str], earlier: Path) -> N
     earlier: the checkpoint, or the folder of a complete run.
     """
     before = read_json(earlier / "inputs.json")
-    if changed := [what for what, now in inputs.items() if before.get(what, now) != now]:
-        message = f"{earlier}: changed since then: {', '.join(changed)}"
-        if not args.accept_changes:
-            raise UserError(f"{message}: --accept_changes goes on all the same; or {OTHERWISE}")
-        say(f"{message} (--accept_changes)")
+    changed = [what for what, now in inputs.items() if before.get(what, now) != now]
+    if not changed:
+        return
+    message = f"{earlier}: changed since then: {', '.join(changed)}"
+    if not args.accept_changes:
+        raise UserError(f"{message}: --accept_changes resumes in spite of that; or {HOW_TO_START_OVER}")
+    say(f"{message} (--accept_changes)")
 
 
 def model_hash(folder: Path) -> str:
@@ -341,10 +375,7 @@ def model_hash(folder: Path) -> str:
     tensor.
     """
     digest = hashlib.sha256()
-    files = {
-        path for pattern in (*WEIGHTS, *MODEL, "*.bin", "*.py", "*.jinja") for path in folder.glob(pattern)
-    }
-    for path in sorted(files):
+    for path in matching(folder, (*WEIGHTS, *MODEL, "*.bin", "*.py", "*.jinja")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with open(path, "rb") as file:

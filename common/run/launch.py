@@ -15,7 +15,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model.optimizer import check_optimizer
 from common.model.quantised import check_quantisation
-from common.run.folder import open_folder
+from common.run.folder import open_folder, words_of
 from common.run.parts.hub import check_repo
 from common.run.sharded import check_shared_disk, set_up
 import torch
@@ -30,10 +30,9 @@ PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict[str, str]]:
     """The Accelerator of this run, the checkpoint to resume from (None: start from the beginning), and the
-    inputs known so far. Refuses misconfigured launches, and claims the output folder."""
-    for name, value in vars(args).items():
-        words = value if isinstance(value, list) else [value]
-        if name != "alert_webhook" and any(PASSWORD.search(str(word)) for word in words):
+    inputs that are known at the start. Refuses misconfigured launches, and locks the output folder."""
+    for name, word in words_of(args):
+        if name != "alert_webhook" and PASSWORD.search(str(word)):
             raise UserError(f"--{name}: an address with a password, which the files of the run would show")
     if args.report_to not in (None, "none", *map(str, get_available_trackers())) and not args.dry_run:
         raise UserError(
@@ -47,15 +46,15 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
             gradient_accumulation_plugin=GradientAccumulationPlugin(
                 num_steps=args.gradient_accumulation_steps, sync_with_dataloader=False
             ),
-            # otherwise each of two CPU processes would believe it is alone
+            # Otherwise each of two CPU processes would believe it is alone.
             cpu=not torch.accelerator.is_available(),
             log_with=None if args.dry_run or args.report_to == "none" else args.report_to,
             project_dir=args.output_dir,
-            # one process may prepare data for long
+            # One process may take long to prepare the data, while the others wait.
             kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
         )
-    # an unusable environment variable or config
     except (ValueError, RuntimeError, KeyError, ImportError) as error:
+        # An environment variable or a config cannot be used.
         raise UserError(
             f"Accelerate does not start as it is configured ({type(error).__name__}: {error})"
         ) from None
@@ -65,9 +64,12 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     check_optimizer(args, accelerator.distributed_type)
     if accelerator.distributed_type in SHARDED:
         set_up(accelerator, args)
-    checkpoint, inputs = (None, {}) if args.dry_run else open_folder(args, accelerator, script)
-    if accelerator.distributed_type in SHARDED and not args.dry_run:
-        check_shared_disk(accelerator, args.output_dir)
+    checkpoint = None
+    inputs = {}
+    if not args.dry_run:
+        checkpoint, inputs = open_folder(args, accelerator, script)
+        if accelerator.distributed_type in SHARDED:
+            check_shared_disk(accelerator, args.output_dir)
     set_seed(args.seed)
     say(
         f"{accelerator.num_processes} process(es) on {accelerator.device.type}, "
@@ -78,39 +80,35 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
 
 def refuse_launch(accelerator: Accelerator) -> None:
     """Raise UserError for launches that Accelerate silently runs as something else."""
-    env, kind, precision = os.environ, accelerator.distributed_type, accelerator.mixed_precision
-    started, found = int(env.get("WORLD_SIZE") or 1), accelerator.num_processes
-    asked = {name: env.get(f"ACCELERATE_USE_{name}", "").lower() for name in ("FSDP", "DEEPSPEED")}
-    unused = [
-        f"ACCELERATE_USE_{name}={asked[name]}"
-        for name in asked
-        if asked[name] not in ("", "false") and kind != name
-    ]
-    only_one = "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env
-    sizes = getattr(accelerator, "parallelism_config", None)
-    shared = [name for name in ("tp_size", "cp_size", "sp_size") if getattr(sizes, name, 1) > 1]
+    env = os.environ
+    kind = accelerator.distributed_type
+    precision = accelerator.mixed_precision
     cpu = "accelerate launch --config_file accelerate_configs/cpu_ddp.yaml starts several processes on a CPU"
-    for is_so, message in (
-        (started != found, f"{started} processes were started, and each sees {found}: {cpu}"),
-        (only_one, f"accelerate launch was asked for several CPU processes and started one: {cpu}"),
-        # Their processes share micro-batches; here each has its own.
-        (
-            bool(shared),
-            f"the accelerate config asks for {', '.join(shared)}: only dp_replicate_size and dp_shard_size",
-        ),
-        (
-            bool(unused),
-            f"{', '.join(unused)} has no effect here: expected true or false, and several processes",
-        ),
-        (
-            precision == "fp16" and accelerator.device.type == "cpu",
-            "mixed precision fp16 on a CPU is float32 in silence: bf16, or no",
-        ),
-        (precision not in PRECISIONS, f"mixed precision {precision}: expected {', '.join(PRECISIONS)}"),
-        (
-            kind == "FSDP" and not accelerator.is_fsdp2,
-            "FSDP in its first version: fsdp_version: 2 in its fsdp_config",
-        ),
-    ):
-        if is_so:
-            raise UserError(message)
+    started = int(env.get("WORLD_SIZE") or 1)
+    seen = accelerator.num_processes
+    if started != seen:
+        raise UserError(f"{started} processes were started, and each sees {seen}: {cpu}")
+    if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
+        raise UserError(f"accelerate launch was asked for several CPU processes and started one: {cpu}")
+    sizes = getattr(accelerator, "parallelism_config", None)
+    for name in (
+        "tp_size",
+        "cp_size",
+        "sp_size",
+    ):  # processes that share micro-batches: here each has its own
+        if getattr(sizes, name, 1) > 1:
+            raise UserError(
+                f"the accelerate config asks for {name}: only dp_replicate_size and dp_shard_size"
+            )
+    for name in ("FSDP", "DEEPSPEED"):
+        value = env.get(f"ACCELERATE_USE_{name}", "").lower()
+        if value not in ("", "false") and kind != name:
+            raise UserError(
+                f"ACCELERATE_USE_{name}={value} has no effect here: expected true or false, and several processes"
+            )
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise UserError("mixed precision fp16 on a CPU is float32 in silence: bf16, or no")
+    if precision not in PRECISIONS:
+        raise UserError(f"mixed precision {precision}: expected {', '.join(PRECISIONS)}")
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise UserError("FSDP in its first version: fsdp_version: 2 in its fsdp_config")

@@ -1,6 +1,7 @@
 """The output of a run: metrics.jsonl, console lines, samples, events, summary.json."""
 
 from collections.abc import Callable
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -22,9 +23,9 @@ from common.sampling.rewards import text_of
 import torch
 from torch import Tensor
 
-# Names of a line's own values, which a script's metric would be taken for.
-OWN = {"step", "seconds", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
-OWN |= {"memory_gib", "peak_memory_gib", "bad_steps", "not_finite"}
+# Names that a script's metric must not have: every line has values of these names.
+RESERVED = {"step", "seconds", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
+RESERVED |= {"memory_gib", "peak_memory_gib", "bad_steps", "not_finite"}
 STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
 OFF = 0.1  # nats a token between the sampler and the model that it sampled from; bfloat16 rounds by 0.01
@@ -40,7 +41,9 @@ class Metrics:
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs, mfu_per_token: float | None = None):
         """mfu_per_token: gives `mfu` = tokens per second · mfu_per_token."""
-        self.accelerator, self.args, self.mfu_per_token = accelerator, args, mfu_per_token
+        self.accelerator = accelerator
+        self.args = args
+        self.mfu_per_token = mfu_per_token
         self.output_dir = Path(args.output_dir)
         # {name: [total, weight]} of finished windows, and of the current one; of a maximum [value, 1].
         self.sums: dict[str, Tensor] = {}
@@ -51,19 +54,19 @@ class Metrics:
         self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.num_tokens = 0  # of the windows so far, over all processes
-        self.first_eval: dict[str, float] = {}
-        self.last: dict[str, float] = {}
-        self.started = self.clock = time.perf_counter()
-        self.clock_tokens = 0
+        self.first_eval: dict[str, float] = {}  # the first value of each metric of an evaluation
+        self.last: dict[str, float] = {}  # the last value of each metric
+        self.started = time.perf_counter()
         self.seconds_before = 0.0  # run time before the checkpoint it resumed from
         self.cpu_seconds_before = 0.0
+        self._restart_clock()
 
     def add(self, weights: float | Tensor = 1.0, **values: float | Tensor) -> None:
         """Add values to the current window: each metric is their weighted mean; one whose name ends in _max
         is their maximum.
 
         weights: of the values' shape, for instance the mask of the tokens that count; or one number for all
-        of them. What has the weight 0 is no maximum. Raises UserError for a name of the line's own.
+        of them. A value of weight 0 cannot be the maximum. Raises UserError for a reserved name.
         """
         for name, value in values.items():
             if name.endswith("_max"):
@@ -73,12 +76,15 @@ class Metrics:
                 largest = value.amax()
                 self._add(name, largest, largest != -math.inf)
             elif isinstance(value, Tensor):
-                by = weights if isinstance(weights, Tensor) else torch.full((), weights, device=value.device)
+                by = weights
+                if not isinstance(by, Tensor):
+                    by = torch.full((), weights, device=value.device)
                 if by.dim() and value.dim() and by.shape != value.shape:
                     raise ValueError(
                         f"metrics.add: {name} is {tuple(value.shape)}, and its weights are {tuple(by.shape)}"
                     )
-                by = by if by.dim() else by.expand(value.shape)
+                if not by.dim():
+                    by = by.expand(value.shape)
                 self._add(name, (value.detach() * by).sum(), by.sum())
             else:
                 total = weights.sum() if isinstance(weights, Tensor) else weights
@@ -98,7 +104,7 @@ class Metrics:
         return total / weight if weight else 0.0
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
-        if name in OWN:
+        if name in RESERVED:
             raise UserError(f"a metric is called {name}, which each line has of its own: call it otherwise")
         _combine(self.window, name, self._pair(total, weight))
 
@@ -110,23 +116,29 @@ class Metrics:
 
     def close_window(self, num_tokens: int = 0) -> None:
         """End the window: its values count, unless it was bad."""
-        for name, pair in {} if self.window_is_bad else self.window.items():
-            _combine(self.sums, name, pair)
-        self.window, self.window_is_bad = {}, False
+        if not self.window_is_bad:
+            for name, pair in self.window.items():
+                _combine(self.sums, name, pair)
+        self.window = {}
+        self.window_is_bad = False
         self.num_tokens += num_tokens
 
     def reduce(self) -> dict[str, list[float]]:
         """{name: [total, weight]} over all processes, including the carry; resets the sums."""
-        # processes may have different metrics
+        # Processes may have different metrics.
         names = sorted(set(gather_lists(self.accelerator, list(self.sums))))
         reduced = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in self.carry.items()}
         if names:
-            nothing = {name: self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0) for name in names}
-            table = torch.stack([self.sums.get(name, nothing[name]) for name in names])  # (metrics, 2)
+            rows = []
+            for name in names:
+                nothing = self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0)
+                rows.append(self.sums.get(name, nothing))
+            table = torch.stack(rows)  # (metrics, 2)
             for of_a_process in self.accelerator.gather(table[None]).cpu().double():
                 for name, pair in zip(names, of_a_process, strict=True):
                     _combine(reduced, name, pair)
-        self.sums, self.carry = {}, {}
+        self.sums = {}
+        self.carry = {}
         return {name: pair.tolist() for name, pair in reduced.items()}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -140,36 +152,40 @@ class Metrics:
         return self.seconds_before + time.perf_counter() - self.started
 
     def cpu_seconds(self) -> float:
-        """Seconds that a core has worked for this process, all its threads and what came before the loop
-        included; of a resumed run together with those before its checkpoint."""
+        """The CPU time of this process, with all its threads and what it did before the loop; of a resumed
+        run together with that before its checkpoint."""
         return self.cpu_seconds_before + time.process_time()
+
+    def _restart_clock(self) -> None:
+        """Tokens per second are measured from here on."""
+        self.clock = time.perf_counter()
+        self.clock_tokens = self.num_tokens
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Resume from a checkpoint: drop the lines that were written after it."""
         for name in STATE:
-            setattr(self, name, state.get(name, getattr(self, name)))
-        self.clock_tokens, self.seconds_before = self.num_tokens, state.get("seconds", 0.0)
+            if name in state:
+                setattr(self, name, state[name])
+        self.clock_tokens = self.num_tokens
+        self.seconds_before = state.get("seconds", 0.0)
         self.cpu_seconds_before = state.get("cpu_seconds", 0.0)
-        last = step or -1  # a run that starts over keeps none
         if self.accelerator.is_main_process:
-            for path in (self.output_dir / name for name in LINES if (self.output_dir / name).exists()):
-                kept = []
-                # Not splitlines, which would also split at characters inside a sample, such as U+2028.
-                for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-                    try:
-                        if json.loads(line)["step"] <= last:
-                            kept.append(line)
-                    except (ValueError, KeyError, TypeError):
-                        continue  # truncated by a kill, or damaged
-                with writing(self.output_dir):
-                    replace_text(path, "".join(line + "\n" for line in kept))
+            with writing(self.output_dir):
+                for name in LINES:
+                    if (self.output_dir / name).exists():
+                        # A run that starts over keeps none.
+                        _drop_lines_after(step or -1, self.output_dir / name)
 
     def log(self, step: int, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
-        values = {name: total / weight for name, (total, weight) in self.reduce().items() if weight}
+        values = {}
+        for name, (total, weight) in self.reduce().items():
+            if weight:
+                values[name] = total / weight
         seconds = time.perf_counter() - self.clock
-        # DeepSpeed does not return the norm
-        values |= {name: unsharded(v) for name, v in now.items() if v is not None}
+        for name, value in now.items():
+            if value is not None:  # DeepSpeed does not return the norm
+                values[name] = unsharded(value)
         values["num_tokens"] = self.num_tokens
         values["tokens_per_second"] = (self.num_tokens - self.clock_tokens) / max(seconds, 1e-9)
         if self.mfu_per_token:
@@ -178,28 +194,26 @@ class Metrics:
         values["memory_gib"], values["peak_memory_gib"], _ = memory(self.accelerator.device)
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
-        self._watch(step, values)
-        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
+        difference = values.get("sampling/logp_difference", 0.0)
+        if difference > OFF and "loss" not in self.last:
+            say(
+                f"[step {step}] the completions are {difference:.2g} nats a token off the model that sampled them: does a "
+                "call of the model lack the temperature?"
+            )
+        if "loss" in values and "reward" not in values:  # GRPO's loss is centred on 0
+            self._warn_of_spike(step, values["loss"])
+        self._restart_clock()
         values = self._write(step, values)
         self.tell("on_log", step, values)
 
-    def _watch(self, step: int, values: dict[str, float]) -> None:
-        """Warn when the loss jumps (GRPO's is centred on 0 by construction, and is not watched), and when the
-        first completions have other log-probabilities than the model that sampled them."""
-        off = values.get("sampling/logp_difference", 0.0)
-        if off > OFF and "loss" not in self.last:
-            say(
-                f"[step {step}] the completions are {off:.2g} nats a token off the model that sampled them: does a call of "
-                "the model lack the temperature?"
-            )
-        if "loss" in values and "reward" not in values:
-            if len(self.losses) >= 10:
-                z = (values["loss"] - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
-                if z > SPIKE:
-                    warning = f"the loss jumps to {values['loss']:.4g}, {z:.0f} standard deviations"
-                    say(f"[step {step}] {warning}")
-                    self.event("spike", step, warning)
-            self.losses = [*self.losses, values["loss"]][-50:]
+    def _warn_of_spike(self, step: int, loss: float) -> None:
+        if len(self.losses) >= 10:
+            z = (loss - statistics.mean(self.losses)) / (statistics.stdev(self.losses) + 1e-12)
+            if z > SPIKE:
+                warning = f"the loss jumps to {loss:.4g}, {z:.0f} standard deviations"
+                say(f"[step {step}] {warning}")
+                self.event("spike", step, warning)
+        self.losses = [*self.losses, loss][-50:]
 
     def log_eval(self, step: int, values: dict[str, float], samples: list[dict[str, Any]], show: int) -> None:
         """Write an evaluation: its metrics and all samples to files, and the first `show` samples to the
@@ -208,14 +222,13 @@ class Metrics:
             return
         values = self._write(step, values)
         self.first_eval = values | self.first_eval
-        shown = "  ".join(f"{name.removeprefix('eval_')} {short(value)}" for name, value in values.items())
-        say(f"[step {step}] eval: {shown}")
+        text = "  ".join(f"{name.removeprefix('eval_')} {short(value)}" for name, value in values.items())
+        say(f"[step {step}] eval: {text}")
         for sample in samples[:show]:
             say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
         self.tell("on_log", step, values)
-        # evaluation does not count as training time
-        self.clock, self.clock_tokens = time.perf_counter(), self.num_tokens
+        self._restart_clock()  # evaluation does not count as training time
 
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
         """Append an event to events.jsonl, for the timeline of report.html. Events stay there when a run
@@ -233,14 +246,16 @@ class Metrics:
         """
         if not self.accelerator.is_main_process or not rows:
             return
-        lines = [json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+        text = ""
+        for row in rows:
+            text += json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
         path = self.output_dir / file
         try:
             if not is_held(self.output_dir):
                 raise FileNotFoundError("the folder was deleted")
             path.parent.mkdir(exist_ok=True)
             with open(path, "ab") as out:
-                out.write("".join(lines).encode("utf-8", "backslashreplace"))
+                out.write(text.encode("utf-8", "backslashreplace"))
         except OSError as error:
             say(f"{path} cannot be written ({error}): training goes on, and {len(rows)} lines are lost")
 
@@ -256,46 +271,67 @@ class Metrics:
             "best": best,
             "bad_steps": self.bad_steps,
             "seconds": round(self.seconds(), 1),
-        } | machine(self.accelerator)
+        }
+        summary = _finite(summary | machine(self.accelerator))
         with writing(self.output_dir):
-            replace_text(
-                self.output_dir / "summary.json", json.dumps(_finite(summary), indent=2, allow_nan=False)
-            )
+            replace_text(self.output_dir / "summary.json", json.dumps(summary, indent=2, allow_nan=False))
 
     def _write(self, step: int, values: dict[str, float]) -> dict[str, float]:
         values = {name: float(value) for name, value in values.items()}
-        self.last = {"step": step} | {k: v for k, v in self.last.items() if k != "step"} | values
+        self.last = self.last | {"step": step} | values
         times = {"seconds": round(self.seconds(), 2), "cpu_seconds": round(self.cpu_seconds(), 2)}
         self.append("metrics.jsonl", [{"step": step, **values, **times}])
         return values
 
 
 def short(value: float) -> str:
-    """For the console: four digits; what only rounding keeps from 0, as the first rewards of DPO, is 0."""
+    """For the console: four digits; 0 for a value that only rounding errors keep from it, as DPO's first
+    rewards."""
     return "0" if abs(value) < 1e-6 else f"{value:.4g}"
 
 
 def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:
-    """Add [total, weight] to what is there of a metric, or keep the larger of two maxima."""
+    """Add [total, weight] to the metric's sum, or keep the larger of two maxima."""
     if name not in sums:
         sums[name] = pair
+    elif name.endswith("_max"):
+        sums[name] = torch.maximum(sums[name], pair)
     else:
-        sums[name] = torch.maximum(sums[name], pair) if name.endswith("_max") else sums[name] + pair
+        sums[name] = sums[name] + pair
+
+
+def _drop_lines_after(step: int, path: Path) -> None:
+    """Keep the lines of a file that are of this step or before."""
+    text = ""
+    # Not splitlines, which would also split at characters inside a sample, such as U+2028.
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        # A line may be damaged, or truncated by a kill.
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                text += line + "\n"
+    replace_text(path, text)
+
+
+# --- the machine --------------------------------------------------------------------------------------------
 
 
 def machine(accelerator: Accelerator) -> dict[str, Any]:
     """What a run was executed on, with the versions of libraries that affect results."""
-    libraries = [name for name in ("torch", "transformers", "accelerate") if name in sys.modules]
+    device = str(accelerator.device)
+    if accelerator.device.type == "cuda":
+        device = torch.cuda.get_device_name()
+    versions = {}
+    for name in ("torch", "transformers", "accelerate"):
+        if name in sys.modules:
+            versions[name] = sys.modules[name].__version__
     return {
-        "device": torch.cuda.get_device_name()
-        if accelerator.device.type == "cuda"
-        else str(accelerator.device),
+        "device": device,
         "processor": processor(),
         "processes": accelerator.num_processes,
         "mixed_precision": accelerator.mixed_precision,
         "distributed": accelerator.distributed_type.value,
         "memory_limit_gib": memory(accelerator.device).limit,
-        "versions": {name: sys.modules[name].__version__ for name in libraries},
+        "versions": versions,
         "python": platform.python_version(),
     }
 
@@ -303,10 +339,10 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
 def processor() -> str:
     """The model of the CPU: as Linux names it, or as Python does."""
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
     return platform.processor()
 
 
@@ -315,18 +351,23 @@ def commit_of(folder: Path) -> str | None:
     None: there is no repository, or no git."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        git = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return git.stdout.strip() or None
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
     """A row as valid JSON: see Metrics.append."""
-    bad = {
-        name: str(value)
-        for name, value in row.items()
-        if isinstance(value, float) and not math.isfinite(value)
-    }
-    kept = {name: _finite(value) if isinstance(value, dict) else value for name, value in row.items()}
-    return kept | dict.fromkeys(bad) | {"not_finite": bad} if bad else kept
+    finite = {}
+    not_finite = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            value = _finite(value)
+        elif isinstance(value, float) and not math.isfinite(value):
+            not_finite[name] = str(value)
+            value = None
+        finite[name] = value
+    if not_finite:
+        finite["not_finite"] = not_finite
+    return finite

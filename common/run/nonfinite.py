@@ -21,7 +21,8 @@ class NonFinite:
     """Checks the loss and the gradient norm of every window before the optimizer step."""
 
     def __init__(self, metrics: Metrics, tokenizer: Tokenizer):
-        self.metrics, self.tokenizer = metrics, tokenizer
+        self.metrics = metrics
+        self.tokenizer = tokenizer
         self.still = 0  # steps in a row whose gradient was exactly 0
 
     def check(self, grad_norm: Tensor | None, step: int, window: Window) -> bool:
@@ -31,7 +32,8 @@ class NonFinite:
         return it, and with fp16 an infinite gradient is left to the loss scaler, which skips the step and
         halves the scale, down to 1 from 2^16. Raises UserError after MOST_BAD in a row.
         """
-        metrics, accelerator = self.metrics, self.metrics.accelerator
+        metrics = self.metrics
+        accelerator = self.metrics.accelerator
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
         norm = math.nan if grad_norm is None else float(unsharded(grad_norm))
         scaled = accelerator.scaler is not None and accelerator.scaler.get_scale() >= 1
@@ -91,7 +93,8 @@ class NonFinite:
         origins = window.origins() if window.origins else [""] * len(window.examples)
         for example, where in zip(window.examples, origins, strict=True):
             for sequence in example:
-                ids, trained = sequence["input_ids"], sequence["loss_mask"].astype(bool)
+                ids = sequence["input_ids"]
+                trained = sequence["loss_mask"].astype(bool)
                 texts = {"text": self.tokenizer.decode(ids), "trained": self.tokenizer.decode(ids[trained])}
                 rows.append({"where": where, "tokens": len(ids)} | texts)
         return rows

@@ -14,7 +14,9 @@ class Progress:
         """name: of the script. first, last: updates done at the start and at the end."""
         on_terminal = sys.stderr.isatty()  # where bars are drawn
         self.writes_lines = not (on_terminal and sys.stdout.isatty())
-        self.first, self.last, self.started = first, last, time.perf_counter()
+        self.first = first
+        self.last = last
+        self.started = time.perf_counter()
         self.bar = tqdm(
             desc=printable(name),
             initial=first,

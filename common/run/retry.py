@@ -49,7 +49,10 @@ class Retry:
                 "--auto_micro_batch: with sharded weights a process that runs out of memory leaves the others waiting; "
                 "choose per_device_train_batch_size by hand (--dry_run estimates what is needed)"
             )
-        self.args, self.accelerator, self.model, self.metrics = args, accelerator, model, metrics
+        self.args = args
+        self.accelerator = accelerator
+        self.model = model
+        self.metrics = metrics
         self.splits = 1  # parts into which each micro-batch is split
         wrapper = accelerator.unwrap_model(model)
         self.experts = wrapper.experts

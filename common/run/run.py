@@ -6,8 +6,8 @@ ran out of memory.
 
 Its parts are in one table, by name. Each has those of these methods that it needs:
 
-    restore(step, state)        go on after so many updates with what it kept in the checkpoint ({} for a new run)
-    state(step) -> dict         what to keep in trainer_state.json
+    restore(step, state)        start after so many updates with its state in the checkpoint ({} for a new run)
+    state(step) -> dict         its state for trainer_state.json
     on_step(step)               the work after so many updates begins
     on_event(kind, step, text)  a line of events.jsonl was written ("saved", "spike", "memory", "bad", "died", ...)
     on_log(step, values)        a line of metrics.jsonl was written
@@ -41,12 +41,12 @@ from common.run.checkpoint import (
 )
 from common.run.describe import describe
 from common.run.folder import (
-    begin,
     checkpoint_at,
     read_json,
     refuse_changes,
     refuse_deleted_folder,
     remove_if_unused,
+    write_settings,
 )
 from common.run.launch import NEVER_FREED, start
 from common.run.metrics import Metrics, commit_of, machine, short
@@ -69,21 +69,30 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
+def is_judged(completion: Any) -> bool:
+    """Whether a reward function gave a number."""
+    return any(reward is not None for reward in completion.rewards)
+
+
 class Run:
     """The plumbing of one run. `accelerator` and `resume_from` (a checkpoint, or None) are available from the
     start."""
 
     def __init__(self, args: CommonArgs, script: str):
-        """Start the processes, and claim args.output_dir, where `prepare` leaves args.yaml and a copy of
+        """Start the processes, and lock args.output_dir, where `prepare` leaves args.yaml and a copy of
         `script`.
 
         Raises UserError for misconfigured launches, and for a folder that holds another run.
         """
-        self.args, self.script, self.name = args, script, Path(script).stem.removeprefix("train_")
+        self.args = args
+        self.script = script
+        self.name = Path(script).stem.removeprefix("train_")
         self.best = Best(args) if args.save_best or args.early_stopping_patience else None
         self.parts: dict[str, Any] = {"best": self.best}  # None: without it
-        self.step = self.saved_step = self.unjudged = 0
-        self.kept: dict[str, Any] = {}
+        self.step = 0
+        self.saved_step = 0
+        self.unjudged = 0  # rollouts in a row without a reward
+        self.kept: dict[str, Any] = {}  # by `keep`
         if args.alert_webhook:  # before anything is written: the address is a secret
             self.parts["alerts"] = Alerts(args)
         LAST_WORDS[:] = [self._die]  # and none of an earlier run in this process
@@ -100,37 +109,33 @@ class Run:
         example_name: str,
         reference: bool = False,
     ) -> None:
-        """Print what will be trained on, in full with --dry_run; `prepare` writes it to dataset.json.
+        """Tell the run what it trains on, and print it, in full with --dry_run; `prepare` writes it to
+        dataset.json.
 
         example_name: the word for one example ("pair"). reference: a second, frozen model will be loaded as
         well. Raises UserError if a sequence is longer than the model's positions.
         """
-        self.tokenizer, self.windows, self.held_out = tokenizer, windows, held_out
+        self.tokenizer = tokenizer
+        self.windows = windows
+        self.held_out = held_out
         if self.regression:
             self.regression.tokenize(tokenizer, model)
-        self.facts = describe(self, model, held_out, example_name, reference)
+        self.facts = describe(self, model, example_name, reference)
 
     def prepare(
         self, model: FlatModel, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Accelerate's `prepare`; then restore the checkpoint's optimizer, modules in `model.extra`, metrics
         and place in the data. Returns the model and the optimizer to train with. Call it after `describe`."""
-        args, accelerator, windows = self.args, self.accelerator, self.windows
+        args = self.args
+        accelerator = self.accelerator
+        windows = self.windows
         if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
             raise UserError(
                 f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end"
             )
         if accelerator.is_main_process:
-            inputs = {f"the rows of {source}": digest for source, digest in windows.train.digests().items()}
-            if self.best:  # its evaluations must stay comparable
-                inputs[f"the held-out rows for {self.best.name}"] = str(self.held_out.digests())
-            inputs |= loaded_code(self.script)
-            if self.resume_from:
-                refuse_changes(args, inputs, self.resume_from)
-            with writing(args.output_dir):
-                begin(args, self.script, self.inputs | inputs)
-                if self.facts:
-                    Path(args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
+            self._write_settings()
         check_modules(model, optimizer)
         on_gpu = accelerator.device.type == "cuda"
         mfu = mfu_of_run(model, windows, accelerator) if on_gpu else None
@@ -159,16 +164,46 @@ class Run:
         for name, part in self.parts.items():
             if hasattr(part, "restore"):
                 part.restore(self.first_step, state.get("parts", {}).get(name, {}))
-        self._note_start()
-        if (before := state.get("step_size", windows.step_size)) != windows.step_size:
-            say(
-                f"a step had {before}, now {windows.step_size}: more skips rows, fewer repeats some (but in a stream)"
-            )
-        now = machine(accelerator)["versions"]
-        for library, version in state.get("versions", {}).items():
-            if now.get(library, version) != version:
-                say(f"{library} was {version}, now {now[library]}: the run goes on, and may round otherwise")
+        self._write_start()
+        self._show_changes(state)
         return self.model, self.optimizer
+
+    def _write_settings(self) -> None:
+        """Write arguments, script and inputs of the run to its folder, if it may go on with them."""
+        inputs = {}
+        for source, digest in self.windows.train.digests().items():
+            inputs[f"the rows of {source}"] = digest
+        if self.best:  # its evaluations must stay comparable
+            inputs[f"the held-out rows for {self.best.name}"] = str(self.held_out.digests())
+        inputs |= loaded_code(self.script)
+        if self.resume_from:
+            refuse_changes(self.args, inputs, self.resume_from)
+        with writing(self.args.output_dir):
+            write_settings(self.args, self.script, self.inputs | inputs)
+            if self.facts:
+                Path(self.args.output_dir, "dataset.json").write_text(self.facts, encoding="utf-8")
+
+    def _write_start(self) -> None:
+        """Write an event to events.jsonl: the run starts or resumes, and on what machine."""
+        usual = defaults(type(self.args))
+        changed = [name for name, value in vars(self.args).items() if value != usual[name]]
+        facts = {"script": os.path.relpath(self.script), "changed": changed} | machine(self.accelerator)
+        if self.accelerator.is_main_process:
+            facts["commit"] = commit_of(Path(self.script).resolve().parent)
+        text = f"from {self.resume_from or 'the beginning'}"
+        self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **facts)
+
+    def _show_changes(self, state: dict[str, Any]) -> None:
+        """Print the changes since the checkpoint that are allowed. state: of trainer_state.json."""
+        now = self.windows.step_size
+        before = state.get("step_size", now)
+        if before != now:
+            say(f"a step had {before}, now {now}: more skips rows, fewer repeats some (but in a stream)")
+        versions = machine(self.accelerator)["versions"]
+        for library, version in state.get("versions", {}).items():
+            new = versions.get(library, version)
+            if new != version:
+                say(f"{library} was {version}, now {new}: the run goes on, and may round otherwise")
 
     def keep(self, name: str, kept: T) -> T:
         """Save the object's `state_dict()`, or the dict itself, in each checkpoint; if the run resumes,
@@ -189,9 +224,11 @@ class Run:
 
     def _each(self, method: str, *words: Any) -> dict[str, Any]:
         """Call a method of every part that has it; what each returns, by the part's name."""
-        return {
-            name: getattr(part, method)(*words) for name, part in self.parts.items() if hasattr(part, method)
-        }
+        results = {}
+        for name, part in self.parts.items():
+            if hasattr(part, method):
+                results[name] = getattr(part, method)(*words)
+        return results
 
     # --- the loop -------------------------------------------------------------------------------------------
 
@@ -201,14 +238,17 @@ class Run:
 
         save_every: checkpoints are possible only at multiples of it (GRPO, between two rollouts).
         """
-        # whose optimizer has pieces of its own
+        # DeepSpeed's optimizer has other parameters.
         if self.accelerator.distributed_type != DistributedType.DEEPSPEED:
             check_modules(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), self.optimizer)
         gc.freeze()  # loaded objects stay: exclude them from the many collections during training
         gc.set_threshold(700, 10, 10)
-        self.last_step, self.save_every, self.save_wanted = last, save_every, False
+        self.last_step = last
+        self.save_every = save_every
+        self.save_wanted = False
         self.signals = Signals(self.accelerator, self.args)
-        progress = self.parts["progress"] = Progress(self.name, self.first_step, last)
+        progress = Progress(self.name, self.first_step, last)
+        self.parts["progress"] = progress
         with progress.bar:
             for step in range(self.first_step, last + 1):
                 self.step = step
@@ -218,16 +258,12 @@ class Run:
                 yield step
 
     def _die(self, error: BaseException) -> None:
-        """The last thing that happens when an error ends the run. After an OutsideError all processes are
-        here, and a checkpoint is written, unless between the steps of one rollout: no run can resume from
-        there."""
+        """Called when an error ends the run. After an OutsideError all processes are here, and a checkpoint
+        is written, unless the step is between those of one rollout: no run can resume from there."""
         text = str(error) if isinstance(error, UserError) else repr(error)
         try:
-            if (
-                isinstance(error, OutsideError)
-                and self.step > self.saved_step
-                and self.step % self.save_every == 0
-            ):
+            can_save = self.step > self.saved_step and self.step % self.save_every == 0
+            if isinstance(error, OutsideError) and can_save:
                 self._save(self.step)
         finally:
             if "metrics" in self.parts:
@@ -261,12 +297,13 @@ class Run:
         Returns whether the run ends here: after the last step, or by early stopping. A run that was told to
         stop exits here with code 75. The same on every process."""
         can_save = step % self.save_every == 0
-        asked_for = self.signals.asked_for(possible=can_save and step < self.last_step)
-        due = self._due(step, self.args.save_steps, max(self.resumed_at, 0))
-        self.save_wanted |= bool(asked_for) or due or self.best_step == step > self.resumed_at
+        request = self.signals.poll(possible=can_save and step < self.last_step)
+        is_new_best = self.best_step == step > self.resumed_at
+        if request or is_new_best or self._due(step, self.args.save_steps, max(self.resumed_at, 0)):
+            self.save_wanted = True
         if self.save_wanted and can_save:
             self._save(step)
-        if asked_for == "stop":
+        if request == "stop":
             self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
             self._each("close")
             self.signals.leave(step)
@@ -299,7 +336,8 @@ class Run:
         self.metrics.event("saved" if written else "not saved", step, f"checkpoint-{step}")
         if self.signals.clock:
             self.signals.clock.saved()
-        self.save_wanted, self.saved_step = False, step
+        self.save_wanted = False
+        self.saved_step = step
 
     def retry_smaller(self, gradients: Gradients, window: Window) -> None:
         """Call gradients(window), again in smaller micro-batches if memory runs out; the gradient stays the
@@ -329,10 +367,10 @@ class Run:
     ) -> None:
         """Log the rollout used from `step` on: its metrics (see rollout_metrics), `more`, and
         completions.jsonl."""
-        judged = not rewards or any(
-            value is not None for completion in completions for value in completion.rewards
-        )
-        self.unjudged = 0 if judged else self.unjudged + 1
+        if rewards and not any(map(is_judged, completions)):
+            self.unjudged += 1
+        else:
+            self.unjudged = 0
         if self.unjudged == 20:
             raise UserError("no reward function gave a number in 20 rollouts in a row (all returned None)")
         if hasattr(completions[0], "advantage"):
@@ -345,7 +383,8 @@ class Run:
         """Write the final model, summary.json and report.html, and print where they are and what to try next.
         also: writes further files of the final model, on the main process, before the run counts as
         complete."""
-        args, metrics = self.args, self.metrics
+        args = self.args
+        metrics = self.metrics
         self.nonfinite.check_weights(self.model, self.step)
         refuse_deleted_folder(self.accelerator, Path(args.output_dir))
         dtype = final_dtype(args, self.base_dtype)
@@ -354,44 +393,43 @@ class Run:
         if self.accelerator.is_main_process:
             with writing(args.output_dir):
                 write_card(args, self.script, self.best_step)
-            prune(args.output_dir, self.step, args.save_total_limit, self.best_step)  # what a kill has left
-        metrics.last = self.best.of_exported(metrics.last) if best else metrics.last
-        both = [
-            (name, value, metrics.last[name])
-            for name, value in metrics.first_eval.items()
-            if name in metrics.last
-        ]
-        shown = ", ".join(f"{name} {short(before)} -> {short(after)}" for name, before, after in both)
-        metrics.finish(f"{self.step} steps; {shown}", self.best.state(self.step) if self.best_step else None)
-        if both:
-            say("\nbefore -> after, held out:")
-        for name, before, after in both:
-            say(f"    {name.removeprefix('eval_'):28} {short(before):>10} -> {short(after)}")
-        say(f"\nsaved in {args.output_dir}; report.html there shows the run")
-        say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
-        if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:
-            try_next += f" --model_name_or_path {shlex.quote(args.output_dir)}"
-        again = [f" --{flag}" for flag in ("use_peft", "load_in_4bit", "load_in_8bit") if getattr(args, flag)]
-        say(f"try next: {try_next}{''.join(again) if 'train_' in try_next else ''}")
+            # A killed run may have left more.
+            prune(args.output_dir, self.step, args.save_total_limit, self.best_step)
+        if best:
+            metrics.last = self.best.of_exported(metrics.last)
+        changes = {}  # {metric: (before, after)}
+        for name, before in metrics.first_eval.items():
+            if name in metrics.last:
+                changes[name] = (short(before), short(metrics.last[name]))
+        text = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in changes.items())
+        metrics.finish(f"{self.step} steps; {text}", self.best.state(self.step) if self.best_step else None)
+        self._show_end(changes, try_next)
         self._each("close")
         self.accelerator.wait_for_everyone()  # no process exits while another still writes
         self.accelerator.end_training()
         if self.accelerator.num_processes > 1:
             NEVER_FREED.append(self.model)
         self.signals.close()
-        gc.unfreeze()  # what is never freed, the extension modules of libraries complain of when Python ends
+        gc.unfreeze()  # frozen objects make some extension modules warn when Python ends
         if args.push_to_hub and self.accelerator.is_main_process:
             push_at_end(args)
 
-    def _note_start(self) -> None:
-        """Write an event to events.jsonl: the run starts or resumes, and on what machine."""
-        usual = defaults(type(self.args))
-        changed = [name for name, value in vars(self.args).items() if value != usual[name]]
-        known = {"script": os.path.relpath(self.script), "changed": changed} | machine(self.accelerator)
-        if self.accelerator.is_main_process:
-            known["commit"] = commit_of(Path(self.script).resolve().parent)
-        text = f"from {self.resume_from or 'the beginning'}"
-        self.metrics.event("resumed" if self.resume_from else "started", self.first_step, text, **known)
+    def _show_end(self, changes: dict[str, tuple[str, str]], try_next: str) -> None:
+        """Print what training has changed, where the model is, and what to try next."""
+        args = self.args
+        if changes:
+            say("\nbefore -> after, held out:")
+        for name, (before, after) in changes.items():
+            say(f"    {name.removeprefix('eval_'):28} {before:>10} -> {after}")
+        say(f"\nsaved in {args.output_dir}; report.html there shows the run")
+        say(f"talk to it: python -m tools.chat {shlex.quote(args.output_dir)}")
+        if try_next.endswith(".py") and args.output_dir != defaults(type(args))["output_dir"]:
+            try_next += f" --model_name_or_path {shlex.quote(args.output_dir)}"
+        if "train_" in try_next:
+            for flag in ("use_peft", "load_in_4bit", "load_in_8bit"):
+                if getattr(args, flag):
+                    try_next += f" --{flag}"
+        say(f"try next: {try_next}")
 
     def _due(self, step: int, every: int, done: int, last: int = -1) -> bool:
         """Whether something that happens every N steps (0: never), and at the step `last`, happens at this

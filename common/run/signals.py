@@ -30,7 +30,7 @@ reset_in_children(set(SIGNALS))
 
 
 class Signals:
-    """While active (until `close`), signals and the clock make requests, which `asked_for` reports between
+    """While active (until `close`), signals and the clock make requests, which `poll` reports between
     two steps.
 
     Before that (while data and model are loaded) signals have their usual effect. Created on every process.
@@ -38,42 +38,44 @@ class Signals:
 
     def __init__(self, accelerator: Accelerator, args: CommonArgs):
         self.accelerator = accelerator
-        self.noted: list[int] = []  # requests to this process since the last question
-        self.reason = ""  # why the run should stop, once `asked_for` has returned "stop"
+        self.pending: list[int] = []  # requests to this process since the last poll
+        self.reason = ""  # why the run should stop, once `poll` has returned "stop"
         self.clock = Clock(args) if args.max_hours or args.save_minutes else None
-        self.is_first = True  # the next question
+        self.is_first = True  # the next poll
         self.first_at = 0.0  # time of the first SIGINT; a second one leaves at once
         # A killed launcher leaves its processes behind, which would keep running beside the run that replaces
         # them.
         launched = "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
         self.launcher = os.getppid() if launched else None
         nohup = hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        heeded = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
-        self.before = {number: signal.signal(number, self._note) for number in heeded}
+        handled = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+        self.before = {number: signal.signal(number, self._receive) for number in handled}
 
-    def asked_for(self, possible: bool = True) -> str:
+    def poll(self, possible: bool = True) -> str:
         """What to do now: "", "save", or "stop" (after a save). The same on every process; called by all at
         each step.
 
-        possible: whether the run can save here at all; requests are kept until it can. The first answer of a
-        run is always "": nothing has been trained yet, and a run that is stopped again and again must still
-        make progress.
+        possible: whether the run can save here at all; requests are kept until it can. The first call always
+        returns "": nothing has been trained yet, and a run that is stopped again and again must still make
+        progress.
         """
         if not possible:
             return ""
-        by_itself = self._by_itself()
+        request = self._request_of_process()
         if self.is_first:
             self.is_first = False
             return ""
-        heard = len(self.noted)
-        agreed = max([by_itself, *self.noted[:heard]])
+        num_pending = len(self.pending)
+        request = max([request, *self.pending[:num_pending]])
         if self.accelerator.num_processes > 1:
-            asked = torch.tensor(agreed, device=self.accelerator.device)
-            torch.distributed.all_reduce(asked, torch.distributed.ReduceOp.MAX)
-            agreed = int(asked)
-        self.reason = STOPS.get(agreed, "")
-        del self.noted[:heard]  # later requests wait for the next answer
-        return "stop" if self.reason else "save" if agreed == SAVE else ""
+            largest = torch.tensor(request, device=self.accelerator.device)
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            request = int(largest)
+        del self.pending[:num_pending]  # later requests wait for the next poll
+        self.reason = STOPS.get(request, "")
+        if self.reason:
+            return "stop"
+        return "save" if request == SAVE else ""
 
     def leave(self, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
@@ -88,41 +90,43 @@ class Signals:
         while self.before:
             signal.signal(*self.before.popitem())
 
-    def _by_itself(self) -> int:
-        """The request that no signal makes. The main process decides by the clock, as clocks may differ."""
+    def _request_of_process(self) -> int:
+        """The request of this process without a signal: its launcher has ended, or, on the main process alone
+        (clocks may differ), a time is over."""
         if self.launcher is not None and os.getppid() != self.launcher:
             return 3
         if self.clock is None or not self.accelerator.is_main_process:
             return 0
-        return {"stop": 2, "save": SAVE, "": 0}[self.clock.asks()]
+        return {"stop": 2, "save": SAVE, "": 0}[self.clock.due()]
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _receive(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:
-            # Within a second it is the same one: a launcher forwards what its processes also got from the
-            # terminal.
+            # Within a second it is the same one: a launcher forwards a signal that its processes have also
+            # received from the terminal.
             if self.first_at and time.monotonic() - self.first_at > 1.0:
                 os._exit(128 + number)
             self.first_at = self.first_at or time.monotonic()
-        self.noted.append(SIGNALS[number])
+        self.pending.append(SIGNALS[number])
 
 
 class Clock:
-    """--max_hours and --save_minutes: what the clock asks of a run between two steps; of one process."""
+    """--max_hours and --save_minutes of a process: whether it has to stop or save between two steps."""
 
     def __init__(self, args: CommonArgs):
         self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
-        self.asked = 0.0  # the last question
-        # the longest time between two: a step, with its evaluation
-        self.saved_at, self.longest = time.monotonic(), 0.0
-        # a guess, until one has been measured
+        self.last_call = 0.0  # of `due`
+        self.longest = 0.0  # seconds between two calls: a step, with its evaluation
+        self.saved_at = time.monotonic()
+        # A guess, until one has been measured.
         self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))
 
-    def asks(self) -> str:
+    def due(self) -> str:
         """What is due now: "stop", "save" or ""."""
         now = time.monotonic()
-        self.longest = max(self.longest, now - self.asked) if self.asked else 0.0
-        self.asked = now
+        if self.last_call:
+            self.longest = max(self.longest, now - self.last_call)
+        self.last_call = now
         needed = 1.25 * (self.longest + self.save_seconds) + EXIT_SECONDS
         if self.max_seconds is not None and now - START + needed > self.max_seconds:
             return "stop"
@@ -131,4 +135,4 @@ class Clock:
     def saved(self) -> None:
         """A checkpoint has been written, for whatever reason: restart the clock of --save_minutes."""
         self.saved_at = time.monotonic()
-        self.save_seconds = self.saved_at - self.asked
+        self.save_seconds = self.saved_at - self.last_call

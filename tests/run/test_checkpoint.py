@@ -24,7 +24,7 @@ import yaml
 
 from tests.conftest import SFT, read_metrics, train_metrics
 from tests.run.kills import Kill, killed_at
-from tests.run.test_folder import claim
+from tests.run.test_folder import resume_point
 from tests.tiny import tiny_pair
 
 # --- saving -------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_damaged_files_are_never_trusted(launch):
             if (output / name).read_bytes() == original:
                 continue
             try:
-                checkpoint = claim(args)
+                checkpoint = resume_point(args)
             except UserError as refused:
                 assert "of another run" in str(refused) or "cannot be read" in str(refused)
                 assert name == "args.yaml"
@@ -224,7 +224,7 @@ def test_damaged_files_are_never_trusted(launch):
             else:
                 assert checkpoint.name == ("checkpoint-2" if name == "args.yaml" else "checkpoint-1")
         (output / name).write_bytes(original)
-    assert claim(args).name == "checkpoint-2"
+    assert resume_point(args).name == "checkpoint-2"
 
 
 def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):

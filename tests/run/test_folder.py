@@ -53,8 +53,8 @@ def folder_of_a_run(tmp_path, *, steps=(3, 6), complete=False, **changed):
     return args
 
 
-def claim(args):
-    return module.claim(args_of("sft")(**args), {})
+def resume_point(args):
+    return module.resume_point(args_of("sft")(**args), {})
 
 
 # --- arguments ----------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
     # the same metric
     args = folder_of_a_run(tmp_path, save_best="min:loss" if "save_best" in change else None)
     with pytest.raises(UserError, match=shown) as refused:
-        claim(args | change)
+        resume_point(args | change)
     assert "learning_rate" not in str(refused.value)
 
 
@@ -87,7 +87,7 @@ def test_changed_arguments_that_may_change_are_said(tmp_path, capsys):
     changed = {"learning_rate": 0.5, "max_steps": 20, "eval_steps": 7, "report_to": "wandb"}
     # args.yaml has the new values as soon as the run starts; the checkpoint is still of the old ones
     for _ in range(2):
-        assert claim(args | changed) == tmp_path / "out" / "checkpoint-6"
+        assert resume_point(args | changed) == tmp_path / "out" / "checkpoint-6"
         said = {
             "learning_rate: 2e-05 -> 0.5",
             "max_steps: 8 -> 20",
@@ -102,52 +102,54 @@ def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
     args = folder_of_a_run(tmp_path, complete=True)
     for same in ({}, {"num_samples": 9}, {"push_to_hub": True, "hub_model_id": "a/b"}):
         with pytest.raises(SystemExit) as done:
-            claim(args | same)
+            resume_point(args | same)
         said = capsys.readouterr().out
         assert done.value.code == 0 and "complete" in said
     for other in ({"learning_rate": 0.5}, {"max_steps": 7}, {"max_steps": 8, "num_train_epochs": 2.0}):
         with pytest.raises(UserError, match="holds a complete run"):
-            claim(args | other)
+            resume_point(args | other)
     with pytest.raises(UserError, match="seed 0 -> 1"):
-        claim(args | {"seed": 1, "max_steps": 20})
-    assert claim(args | {"max_steps": 20, "learning_rate": 0.5}) == tmp_path / "out" / "checkpoint-6"
+        resume_point(args | {"seed": 1, "max_steps": 20})
+    assert resume_point(args | {"max_steps": 20, "learning_rate": 0.5}) == tmp_path / "out" / "checkpoint-6"
     assert "max_steps: 8 -> 20" in capsys.readouterr().out
-    assert claim(args | {"max_steps": -1, "num_train_epochs": 3.0})
+    assert resume_point(args | {"max_steps": -1, "num_train_epochs": 3.0})
     for folder in checkpoints(args["output_dir"]):
         shutil.rmtree(folder)
     with pytest.raises(UserError, match="no checkpoint to go on from"):
-        claim(args | {"max_steps": 20})
+        resume_point(args | {"max_steps": 20})
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_or_a_named_one(tmp_path):
     args = folder_of_a_run(tmp_path)
     newest, copy = tmp_path / "out" / "checkpoint-6", tmp_path / "new" / "checkpoint-3"
-    assert claim(args) == claim(args | {"resume_from_checkpoint": "True"}) == newest  # as for transformers
+    assert (
+        resume_point(args) == resume_point(args | {"resume_from_checkpoint": "True"}) == newest
+    )  # as for transformers
     named = {
         "resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3"),
         "output_dir": str(tmp_path / "new"),
     }
-    assert claim(args | named) == tmp_path / "out" / "checkpoint-3"
+    assert resume_point(args | named) == tmp_path / "out" / "checkpoint-3"
     shutil.copytree(tmp_path / "out" / "checkpoint-3", copy)  # of this run, one step further
     (tmp_path / "new" / "args.yaml").write_text(yaml.safe_dump(args | named))
-    assert claim(args | named) == copy  # the same command once more
+    assert resume_point(args | named) == copy  # the same command once more
     with pytest.raises(UserError, match="holds an earlier run"):
-        claim(args | {"resume_from_checkpoint": str(copy)})
+        resume_point(args | {"resume_from_checkpoint": str(copy)})
     with pytest.raises(UserError, match="latest: manifest.json cannot be read .*expected auto"):
-        claim(args | {"output_dir": str(tmp_path / "fresh"), "resume_from_checkpoint": "latest"})
+        resume_point(args | {"output_dir": str(tmp_path / "fresh"), "resume_from_checkpoint": "latest"})
 
 
 def test_an_unreadable_run_is_not_overwritten(tmp_path):
     args = folder_of_a_run(tmp_path)
     (tmp_path / "out" / "metrics.jsonl").unlink()
     (tmp_path / "out" / "args.yaml").write_text("seed: [")
-    assert claim(args) == tmp_path / "out" / "checkpoint-6"  # which has the arguments, too
+    assert resume_point(args) == tmp_path / "out" / "checkpoint-6"  # which has the arguments, too
     for folder in checkpoints(args["output_dir"]):
         (folder / "args.yaml").unlink()
         write_manifest(folder)
     with pytest.raises(UserError, match="args.yaml cannot be read"):
-        claim(args)
-    assert claim(args | {"overwrite_output_dir": True}) is None
+        resume_point(args)
+    assert resume_point(args | {"overwrite_output_dir": True}) is None
     (tmp_path / "out" / "mine.txt").write_text("")
     delete_run(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]

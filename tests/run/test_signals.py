@@ -129,7 +129,7 @@ def test_the_clock_leaves_room_for_a_save(monkeypatch):
     monkeypatch.setattr("common.run.signals.time.monotonic", lambda: START + 60 * minutes)
     clock = Clock(CommonArgs(max_hours=1.0, save_minutes=20.01))
     for minutes in [*range(1, 22), *range(24, 45), *range(47, 55)]:
-        if what := clock.asks():
+        if what := clock.due():
             said[minutes] = what
             minutes += 2
             clock.saved()

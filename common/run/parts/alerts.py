@@ -20,9 +20,11 @@ from common.errors import SECRETS, UserError, hidden, is_first, say
 
 ADDRESS = re.compile(r"https?://([a-z\d.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!-~]*)?", re.I | re.ASCII)
 EVENTS = ("finished", "stopped", "died", "spike", "bad", "memory", "regression")  # of a run's that are sent
-OFTEN, PAUSE = ("spike", "bad"), 300.0  # these may come at every step: seconds between two alerts
+OFTEN = ("spike", "bad")  # events that may come at every step
+PAUSE = 300.0  # seconds between two alerts of these
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
-TIMEOUT, LAST_SECONDS = 10.0, 5.0  # for an attempt; that the end of a run waits
+TIMEOUT = 10.0  # seconds for an attempt
+LAST_SECONDS = 5.0  # that the end of a run waits for its last alerts
 LONGEST = 1500  # characters; Discord takes 2,000
 
 
@@ -40,7 +42,8 @@ class Alerts:
                 "--alert_webhook: expected http:// or https://, a host and a path (the address is not shown)"
             )
         self.run = args.run_name or Path(args.output_dir).name
-        self.step, self.failed = 0, False
+        self.step = 0
+        self.failed = False
         self.last: dict[str, float] = {}  # when an alert of each kind was sent
         self.waiting: queue.Queue[dict[str, Any]] = queue.Queue()
         self.sends = is_first() and not args.dry_run

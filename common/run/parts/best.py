@@ -21,35 +21,37 @@ class Best:
     def __init__(self, args: CommonArgs):
         """args.save_best: a metric's name, with or without eval_, or min:NAME or max:NAME if the name does
         not say which direction is better."""
-        metric, patience, delta = args.save_best, args.early_stopping_patience, args.early_stopping_delta
+        metric = args.save_best
         if metric is None:
             raise UserError("--early_stopping_patience: say with --save_best which metric has to improve")
-        self.patience, self.delta, self.output_dir = patience, delta, args.output_dir
+        self.patience = args.early_stopping_patience
+        self.delta = args.early_stopping_delta
+        self.output_dir = args.output_dir
         self.name, self.sign = _direction(metric)
-        say(
-            f"--save_best: the best checkpoint has the {'highest' if self.sign > 0 else 'lowest'} {self.name}"
-        )
+        extreme = "highest" if self.sign > 0 else "lowest"
+        say(f"--save_best: the best checkpoint has the {extreme} {self.name}")
         if self.name.startswith(SUITE) and not args.regression_suite:
             raise UserError(f"--save_best {metric}: that is measured with --regression_suite")
         if not self.name.startswith(SUITE) and not args.eval_steps:
             raise UserError(f"--save_best {metric}: there are no evaluations (--eval_steps 0)")
         self.value: float | None = None
         self.step: int | None = None  # of the best evaluation
-        self.values: dict[str, float] = {}  # all that it gave
+        self.values: dict[str, float] = {}  # all its metrics
         self._mark: float | None = None  # the value that an improvement by delta is measured from
         self._waited = 0  # evaluations since the last improvement that counts
-        self._before: tuple[float | None, int | None, dict[str, float]] = (None, None, {})
+        self._before = (self.value, self.step, self.values)  # of the best evaluation before that
 
     def update(self, step: int, values: dict[str, float]) -> bool:
-        """Record an evaluation; of the one of --regression_suite, which comes at its own steps, only where it
-        is meant. Whether it is the best so far. The values, and so the decisions, are the same on every
-        process."""
+        """Record an evaluation; returns whether it is the best so far. Evaluations of --regression_suite, at
+        steps of their own, are ignored unless they have the metric, and the others if they do. The values,
+        and so the decisions, are the same on every process."""
         values = {_full(name): value for name, value in values.items()}
-        if self.name.startswith(SUITE) != any(name.startswith(SUITE) for name in values):
+        is_of_suite = any(name.startswith(SUITE) for name in values)
+        if self.name.startswith(SUITE) != is_of_suite:
             return False
         if self.name not in values:
-            found = ", ".join(sorted(values)) or "no metrics (is there a dataset for it?)"
-            raise UserError(f"--save_best {self.name}: an evaluation of this run gives {found}")
+            names = ", ".join(sorted(values)) or "no metrics (is there a dataset for it?)"
+            raise UserError(f"--save_best {self.name}: an evaluation of this run gives {names}")
         value = float(values[self.name])
         if step == 0:
             return False
@@ -80,35 +82,41 @@ class Best:
 
     def of_exported(self, last: dict[str, float]) -> dict[str, float]:
         """The last values of a run, with the evaluations of the exported model in place of the last ones."""
-        is_last = last.get("step") == self.step
-        return {
-            name: value for name, value in last.items() if is_last or not name.startswith("eval_")
-        } | self.values
+        if last.get("step") != self.step:
+            last = {name: value for name, value in last.items() if not name.startswith("eval_")}
+        return last | self.values
 
     def state(self, step: int) -> dict[str, Any]:
         """The state to store in a checkpoint."""
-        known = {
+        return {
             "metric": self.name,
             "higher_is_better": self.sign > 0,
             "value": self.value,
             "step": self.step,
+            "mark": self._mark,
+            "waited": self._waited,
+            "values": self.values,
         }
-        return known | {"mark": self._mark, "waited": self._waited, "values": self.values}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
         """Restore the state from a checkpoint. If the metric has changed, the search starts over."""
-        if (state.get("metric"), state.get("higher_is_better")) == (self.name, self.sign > 0):
-            self.value, self.step, self.values = state["value"], state["step"], state.get("values", {})
-            self._mark, self._waited = state["mark"], state["waited"]
+        if state.get("metric") == self.name and state["higher_is_better"] == (self.sign > 0):
+            self.value = state["value"]
+            self.step = state["step"]
+            self.values = state.get("values", {})
+            self._mark = state["mark"]
+            self._waited = state["waited"]
         if self.step and not checkpoint_at(self.output_dir, self.step).exists():
             say(
                 f"--save_best: checkpoint-{self.step}, so far the best, is not in {self.output_dir}: the search starts over"
             )
-            self.value, self.step, self.values, self._mark, self._waited = None, None, {}, None, 0
+            self.value = self.step = self._mark = None
+            self.values = {}
+            self._waited = 0
 
 
 def _full(name: str) -> str:
-    """As metrics.jsonl has it; the console leaves eval_ out."""
+    """The name in metrics.jsonl; the console leaves eval_ out."""
     return f"eval_{name.removeprefix('eval_')}"
 
 
@@ -116,7 +124,8 @@ def _direction(metric: str) -> tuple[str, int]:
     """(the metric's name, 1 if higher is better, else -1)."""
     if metric.startswith(("min:", "max:")):
         return _full(metric[4:]), 1 if metric.startswith("max:") else -1
-    lower, higher = (any(word in metric for word in words) for words in (LOWER, HIGHER))
+    lower = any(word in metric for word in LOWER)
+    higher = any(word in metric for word in HIGHER)
     if lower == higher:
         raise UserError(
             f"--save_best {metric}: is lower or higher better? Write min:{metric} or max:{metric}"

@@ -12,7 +12,7 @@ from common.args import CommonArgs
 from common.errors import UserError, quoted, say
 from common.files import replace_text
 from common.model.save import CARD
-from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, read_json
+from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, matching, read_json
 from common.run.parts.report import points_of
 
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
@@ -46,31 +46,38 @@ def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
     """
     from huggingface_hub import ModelCardData
 
-    folder, name, stage = (
-        Path(args.output_dir),
-        args.model_name_or_path,
-        Path(script).stem.removeprefix("train_"),
-    )
-    if (folder / CARD).exists() and MARK not in (folder / CARD).read_text(encoding="utf-8", errors="replace"):
-        say(f"{folder / CARD} is your own: it stays as it is, and no model card is written")
+    folder = Path(args.output_dir)
+    card = folder / CARD
+    if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
+        say(f"{card} is your own: it stays as it is, and no model card is written")
         return
-    base = name if is_on_hub(str(name), "model") else None
-    sources = [source["path"] for source in read_json(folder / "dataset.json").get("sources", [])]
+    stage = Path(script).stem.removeprefix("train_")
+    base = None
+    link = "a local model, or from random weights"
+    if is_on_hub(str(args.model_name_or_path), "model"):
+        base = args.model_name_or_path
+        link = f"[{base}](https://huggingface.co/{base})"
+    datasets = set()
+    for source in read_json(folder / "dataset.json").get("sources", []):
+        if is_on_hub(source["path"], "dataset"):
+            datasets.add(source["path"])
+    tags = ["plainloop", stage]
+    if args.use_peft:
+        tags.append("lora")
     facts = ModelCardData(
         library_name="peft" if (folder / ADAPTER).exists() else "transformers",
         pipeline_tag="text-classification" if (folder / CLASSIFIER).is_dir() else "text-generation",
         base_model=base,
-        datasets=sorted({name for name in sources if is_on_hub(name, "dataset")}) or None,
-        tags=["plainloop", stage, *["lora"] * args.use_peft],
+        datasets=sorted(datasets) or None,
+        tags=tags,
     )
-    link = f"[{base}](https://huggingface.co/{base})" if base else "a local model, or from random weights"
     text = TEXT.format(stage=stage, base=link, results=results_of(folder, best_step), mark=MARK)
-    replace_text(folder / CARD, f"---\n{facts.to_yaml()}\n---\n\n{text}")
+    replace_text(card, f"---\n{facts.to_yaml()}\n---\n\n{text}")
 
 
 def is_on_hub(name: str, kind: str) -> bool:
-    """Whether a name was loaded from the Hub: it is in the Hub's cache, and nothing on this disk is called
-    so."""
+    """Whether a name was loaded from the Hub: it is in the Hub's cache, and nothing on this disk has that
+    name."""
     from huggingface_hub import constants
 
     cached = os.path.join(constants.HF_HUB_CACHE, f"{kind}s--{name.replace('/', '--')}")
@@ -110,40 +117,42 @@ def push(folder: Path, repo: str) -> str:
     repeats it."""
     from huggingface_hub import HfApi, get_session
 
-    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+    if not matching(folder, WEIGHTS):
         raise UserError(f"{folder} holds no model: neither model.safetensors nor an adapter")
-    what = {
-        "folder_path": folder,
-        "allow_patterns": sent(folder),
-        "ignore_patterns": ["checkpoint-*", ADAPTER],
-    }
     try:
         get_session().timeout = TIMEOUT  # otherwise a hanging request never ends
-        api, message = HfApi(), folder.resolve().name
+        api = HfApi()
+        message = folder.resolve().name
         api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, **what, delete_patterns=[*WEIGHTS], commit_message=message)
-        if adapter := read_json(folder / ADAPTER):
+        api.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            allow_patterns=patterns_to_send(folder),
+            ignore_patterns=["checkpoint-*", ADAPTER],
+            delete_patterns=[*WEIGHTS],
+            commit_message=message,
+        )
+        adapter = read_json(folder / ADAPTER)
+        if adapter:
             base = Path(str(adapter.get("base_model_name_or_path")))
-            # a folder of this machine: its path is nobody's business
-            if base.exists() or len(base.parts) != 2:
+            if base.exists() or len(base.parts) != 2:  # a local path: do not publish it
                 adapter["base_model_name_or_path"] = base.name
             text = json.dumps(adapter, indent=2).encode()
             api.upload_file(path_or_fileobj=text, path_in_repo=ADAPTER, repo_id=repo, commit_message=message)
     except (Exception, KeyboardInterrupt) as error:  # the network, the Hub or the disk
         cause = error.__cause__ or error  # "Error while uploading" alone explains nothing
-        # a signed address has its secret there
+        # A signed address has its secret after the question mark.
         reason = quoted(re.sub(r"\?\S+", "?...", str(cause)), 250, str)
         again = f"python -m tools.push {folder} --hub_model_id {repo}"
         raise UserError(f"the upload to {repo} failed ({type(cause).__name__}: {reason}): {again}") from None
     return f"https://huggingface.co/{repo}"
 
 
-def sent(folder: Path) -> list[str]:
-    """The files of a folder that are sent, as patterns: the model with its code, a classifier, the card."""
-    code = re.findall(
-        r'"(?:[^"]*--)?(\w+)\.\w+"', json.dumps(read_json(folder / "config.json").get("auto_map", {}))
-    )
-    return [*WEIGHTS, *MODEL, CARD, f"{CLASSIFIER}/*", *(f"{name}.py" for name in code)]
+def patterns_to_send(folder: Path) -> list[str]:
+    """The files that are sent: the model with its code, a classifier, the card."""
+    auto_map = json.dumps(read_json(folder / "config.json").get("auto_map", {}))
+    modules = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', auto_map)
+    return [*WEIGHTS, *MODEL, CARD, f"{CLASSIFIER}/*", *(f"{name}.py" for name in modules)]
 
 
 def push_at_end(args: CommonArgs) -> None:

@@ -47,7 +47,7 @@ def mfu_per_token(model: FlatModel, T: float, accelerator: Accelerator) -> float
 
 def typical_length(windows: Windows | RolloutSchedule) -> float:
     """Length of the sequence that a token is in, averaged over tokens: it determines the cost of attention
-    per token. At most, before completions are sampled."""
+    per token. In GRPO, whose completions are still to be sampled, the greatest length."""
     if isinstance(windows, RolloutSchedule):
         return windows.longest
     files = windows.train.data.files
@@ -61,7 +61,10 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device).upper()))
-    return next((value for name, value in PEAK_FLOPS.items() if words.issuperset(name)), None)
+    for name, peak in PEAK_FLOPS.items():
+        if words.issuperset(name):
+            return peak
+    return None
 
 
 def flops_per_token(model: FlatModel, T: float) -> float:
@@ -72,14 +75,16 @@ def flops_per_token(model: FlatModel, T: float) -> float:
     token attends to T/2 others on average.
     """
     config = model.config.get_text_config()
-    embedding = weight_of(base_lm(model.lm).get_input_embeddings())
-    tied = embedding is weight_of(base_lm(model.lm).get_output_embeddings())
-    N = sum(sizes(model.parameters())) - (0 if tied else embedding.numel())
+    lm = base_lm(model.lm)
+    N = sum(sizes(model.parameters()))
+    embedding = weight_of(lm.get_input_embeddings())
+    if embedding is not weight_of(lm.get_output_embeddings()):
+        N -= embedding.numel()
     if routes_tokens(model.lm):
-        N -= idle_parameters(base_lm(model.lm))
-    heads, head_dim, hidden, layers = (
-        size_of_all_layers(config, name)
-        for name in ("num_attention_heads", "head_dim", "hidden_size", "num_hidden_layers")
-    )
-    width = heads * (head_dim or hidden // max(heads, 1))  # a state-space model has no heads
-    return 6.0 * N + 6.0 * layers * width * T
+        N -= idle_parameters(lm)
+    heads = size_of_all_layers(config, "num_attention_heads")
+    hidden = size_of_all_layers(config, "hidden_size")
+    # A state-space model has no heads.
+    head_dim = size_of_all_layers(config, "head_dim") or hidden // max(heads, 1)
+    layers = size_of_all_layers(config, "num_hidden_layers")
+    return 6.0 * N + 6.0 * layers * (heads * head_dim) * T

@@ -106,10 +106,12 @@ class Suite:
         self.cases: list[Case] = []
         self.rewards: dict[str, Reward] = {}
         self.prompts: list[list[int]] = []
+        ids = set()
         for row in load_rows(path):
             case = _case(row)
-            if case.id in {other.id for other in self.cases}:
+            if case.id in ids:
                 raise UserError(f"{row.where}: id: another row has {quoted(case.id)}, too")
+            ids.add(case.id)
             spec = case.checks.get("reward")
             if spec is not None and spec not in self.rewards:
                 self.rewards[spec] = load_rewards([spec], device, f"{row.where}: reward:")[0]
@@ -119,13 +121,17 @@ class Suite:
         """max_new_tokens: of cases without a limit of their own. Raises UserError for a prompt that cannot be
         tokenized, or is too long for the model with its answer."""
         self.prompts = []
+        self.limits = []
+        longest = 0
         for case in self.cases:
             try:
-                self.prompts.append(tokenize_row(case.row, tokenizer)["prompt_ids"])
+                prompt = tokenize_row(case.row, tokenizer)["prompt_ids"]
             except (BadRow, UserError) as error:
                 raise UserError(f"{case.where}: {error}") from None
-        self.limits = [case.checks.get("max_tokens", max_new_tokens) for case in self.cases]
-        longest = max(len(ids) + limit for ids, limit in zip(self.prompts, self.limits, strict=True))
+            limit = case.checks.get("max_tokens", max_new_tokens)
+            longest = max(longest, len(prompt) + limit)
+            self.prompts.append(prompt)
+            self.limits.append(limit)
         check_positions(model, longest, "max_tokens or the prompts of the suite, or the limit of its answers")
 
     def run(self, model: FlatModel, tokenizer: Tokenizer, accelerator: Accelerator) -> Outcome:
@@ -134,28 +140,27 @@ class Suite:
         answers = complete(
             accelerator, model, tokenizer, self.prompts, max_new_tokens=self.limits, temperature=0.0
         )
-        pairs = list(zip(self.cases, answers, strict=True))
 
         def judge() -> list[str]:
-            return [
-                must(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer)
-                for case, answer in pairs
-            ]
+            reasons = []
+            for case, answer in zip(self.cases, answers, strict=True):
+                reasons.append(must(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer))
+            return reasons
 
-        return outcome(
-            list(zip(self.cases, on_main_process(accelerator, judge), [a.text for a in answers], strict=True))
-        )
+        reasons = on_main_process(accelerator, judge)
+        texts = [answer.text for answer in answers]
+        return outcome(list(zip(self.cases, reasons, texts, strict=True)))
 
     def _judge(self, case: Case, answer: Completed) -> str:
         """The check that the answer fails; "" if none."""
-        for name, wanted in case.checks.items():
+        for name, value in case.checks.items():
             if name == "reward":
-                reward = score([self.rewards[wanted]], [case.row], [answer.text], [answer.ids])[0][0]
+                ((reward,),) = score([self.rewards[value]], [case.row], [answer.text], [answer.ids])
                 passes = reward is not None and reward >= PASSES
             else:
-                passes = CHECKS[name](wanted, answer)
+                passes = CHECKS[name](value, answer)
             if not passes:
-                return f"{name}: {quoted(wanted)}"
+                return f"{name}: {quoted(value)}"
         return ""
 
 
@@ -164,8 +169,9 @@ def _case(row: Row) -> Case:
     # a table gives each row all columns
     columns = {name: value for name, value in row.items() if value is not None}
     checks = {name: columns[name] for name in CHECKS if name in columns}
-    # which gets other columns
-    unknown = [name for name in columns if name not in FIELDS and "reward" not in checks]
+    unknown = []
+    if "reward" not in checks:  # a reward function gets other columns, too
+        unknown = [name for name in columns if name not in FIELDS]
     if unknown or not checks or str(columns.get("group", "")) in ("", ALL) or "id" not in columns:
         fields = f"id, group (not {ALL}), prompt or messages, and checks: {', '.join(CHECKS)}"
         raise UserError(
@@ -192,36 +198,41 @@ def outcome(judged: list[tuple[Case, str, str]]) -> Outcome:
     """What regression.jsonl has of an evaluation. judged: (case, the check that its answer fails or "", the
     answer)."""
     passes: dict[str, list[bool]] = {ALL: []}
-    for case, why, _ in judged:
-        for group in (ALL, case.group):
-            passes.setdefault(group, []).append(not why)
-    return {
-        "groups": {group: rate_of(sum(found), len(found)) for group, found in passes.items()},
-        "failed": {case.id: {"why": why, "completion": text} for case, why, text in judged if why},
-        "cases": {
-            case.id: {"rate": float(not why), "digest": case.digest, "group": case.group}
-            for case, why, _ in judged
-        },
-    }
+    failed = {}
+    cases = {}
+    for case, why, text in judged:
+        passes[ALL].append(not why)
+        passes.setdefault(case.group, []).append(not why)
+        cases[case.id] = {"rate": float(not why), "digest": case.digest, "group": case.group}
+        if why:
+            failed[case.id] = {"why": why, "completion": text}
+    groups = {group: rate_of(sum(passed), len(passed)) for group, passed in passes.items()}
+    return {"groups": groups, "failed": failed, "cases": cases}
 
 
 def rate_of(passed: int, total: int) -> dict[str, float]:
     low, high = wilson(passed, total)
-    rates = {"rate": passed / total, "low": low, "high": high}
-    return {"passed": passed, "total": total} | {name: round(value, 6) for name, value in rates.items()}
+    rate = round(passed / total, 6)
+    return {"passed": passed, "total": total, "rate": rate, "low": round(low, 6), "high": round(high, 6)}
 
 
 def compare(before: Cases, now: Cases) -> dict[str, Change]:
-    """{group: what has turned in it, and the p-value of its fall}. A case that is new or was edited is left
-    out."""
-    found: dict[str, Change] = {ALL: Change([], [], [])}
+    """{group: which of its cases have turned}. A case that is new or was edited is left out."""
+    changes = {ALL: Change([], [], [])}
     for name, case in now.items():
-        changes = [found[ALL], found.setdefault(case["group"], Change([], [], []))]
-        if before.get(name, {}).get("digest") == case["digest"]:
-            then, here = before[name]["rate"] >= PASSES, case["rate"] >= PASSES
-            for change in changes:
-                (change.same if then == here else change.fell if then else change.rose).append(name)
-    return found
+        changes.setdefault(case["group"], Change([], [], []))
+        if before.get(name, {}).get("digest") != case["digest"]:
+            continue
+        passed = before[name]["rate"] >= PASSES
+        passes = case["rate"] >= PASSES
+        for group in (ALL, case["group"]):
+            if passed == passes:
+                changes[group].same.append(name)
+            elif passes:
+                changes[group].rose.append(name)
+            else:
+                changes[group].fell.append(name)
+    return changes
 
 
 def wilson(passed: int, total: int) -> tuple[float, float]:
@@ -229,10 +240,12 @@ def wilson(passed: int, total: int) -> tuple[float, float]:
 
     Unlike p ± 1.96 sqrt(p (1-p) / n) it is accurate for few cases, and has a width at 0 of n and n of n.
     """
-    p, z2 = passed / total, Z * Z / total
+    p = passed / total
+    z2 = Z * Z / total
     half = Z * math.sqrt(p * (1.0 - p) / total + z2 / (4.0 * total))
-    low, high = (p + z2 / 2.0 - half) / (1.0 + z2), (p + z2 / 2.0 + half) / (1.0 + z2)
-    return (0.0 if passed == 0 else low), (1.0 if passed == total else high)
+    low = 0.0 if passed == 0 else (p + z2 / 2.0 - half) / (1.0 + z2)
+    high = 1.0 if passed == total else (p + z2 / 2.0 + half) / (1.0 + z2)
+    return low, high
 
 
 def fall_p_value(fell: int, rose: int) -> float:
@@ -252,13 +265,14 @@ class Regression:
 
     def __init__(self, args: CommonArgs, accelerator: Accelerator):
         """Reads the suite. Raises UserError with file, row and field."""
-        self.args, self.accelerator = args, accelerator
+        self.args = args
+        self.accelerator = accelerator
         self.suite = Suite(args.regression_suite, accelerator.device)
         steps = args.eval_steps if args.regression_steps is None else args.regression_steps
         self.every = steps or NEVER  # 0: only before the first and after the last step
         self.base: dict[str, Any] = {}  # {"step", "cases"} of the first evaluation
         self.last: dict[str, Any] = {}
-        self.fallen: list[str] = []  # groups whose decline has been reported
+        self.fallen: list[str] = []  # groups whose fall has been reported
 
     def tokenize(self, tokenizer: Tokenizer, model: FlatModel) -> None:
         """Raises UserError for a prompt that cannot be tokenized, or is too long."""
@@ -273,29 +287,31 @@ class Regression:
 
         metrics: the run's Metrics.
         """
-        line = self.suite.run(model, self.tokenizer, self.accelerator)
-        groups, cases = line["groups"], line["cases"]
+        result = self.suite.run(model, self.tokenizer, self.accelerator)
+        groups = result["groups"]
         values = {f"eval_regression/{name}": group["rate"] for name, group in groups.items()}
         metrics.log_eval(step, values, [], show=0)
-        turned, worse = {}, {}
-        for name, then in (("since_last", self.last), ("since_base", self.base)):
-            changes = compare(then["cases"], cases) if then else {}
-            turned[name] = (
-                {"step": then["step"], "fell": changes[ALL].fell, "rose": changes[ALL].rose} if then else None
-            )
-            worse |= {group: (then, change.p) for group, change in changes.items() if change.p < ALPHA}
-        metrics.append(
-            "regression.jsonl",
-            [{"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "turned": turned} | line],
-        )
-        for name, (then, p) in worse.items():
-            if name not in self.fallen:
-                now, total = groups[name]["passed"], groups[name]["total"]
-                text = f"{name} has fallen since step {then['step']}, to {now} of {total} (p = {p:.2g})"
+        turned = {}
+        fallen = {}  # {group: the report of its fall}
+        for name, earlier in (("since_last", self.last), ("since_base", self.base)):
+            if not earlier:
+                turned[name] = None
+                continue
+            then = earlier["step"]
+            changes = compare(earlier["cases"], result["cases"])
+            turned[name] = {"step": then, "fell": changes[ALL].fell, "rose": changes[ALL].rose}
+            for group, change in changes.items():
+                if change.p < ALPHA:
+                    rate = f"{groups[group]['passed']} of {groups[group]['total']}"
+                    fallen[group] = f"{group} has fallen since step {then}, to {rate} (p = {change.p:.2g})"
+        line = {"step": step, "max_new_tokens": self.args.eval_max_new_tokens, "turned": turned}
+        metrics.append("regression.jsonl", [line | result])
+        for group, text in fallen.items():
+            if group not in self.fallen:
                 say(f"regression: step {step}: {text}")
                 metrics.event("regression", step, text)
-        self.fallen = list(worse)
-        self.last = {"step": step, "cases": cases}
+        self.fallen = list(fallen)
+        self.last = {"step": step, "cases": result["cases"]}
         self.base = self.base or self.last
         return values
 
@@ -304,8 +320,6 @@ class Regression:
         return {"base": self.base, "last": self.last, "fallen": self.fallen}
 
     def restore(self, step: int, state: dict[str, Any]) -> None:
-        self.base, self.last, self.fallen = (
-            state.get("base", {}),
-            state.get("last", {}),
-            state.get("fallen", []),
-        )
+        self.base = state.get("base", {})
+        self.last = state.get("last", {})
+        self.fallen = state.get("fallen", [])

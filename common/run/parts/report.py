@@ -1,6 +1,6 @@
 """report.html: a run as one page that needs no network or server, and renews itself while the run goes on.
 
-The page is page/ (HTML, style, scripts) with what is found in the output folder as one JSON text. The files
+The page is page/ (HTML, style, scripts) with the content of the output folder as one JSON text. The files
 are read anew for each page, line by line, and nothing in them is trusted or executed. A page stays below 2
 MB.
 """
@@ -25,7 +25,7 @@ from common.run.folder import is_held, read_args, read_json
 import numpy as np
 
 PAGE = Path(__file__).parent / "page"
-# in this order
+# The page's scripts, in this order.
 SCRIPTS = (
     "elements",
     "chart",
@@ -39,27 +39,47 @@ SCRIPTS = (
     "page",
 )
 SECONDS = 20  # between two pages, if nothing was evaluated
-SHARE = 50  # and always this many times the time that the last page took
-POINTS, NUMBERS = 800, 145_000  # of a curve; in all curves of a page, about ten bytes each
-EVALUATIONS, ROLLOUTS, EVENTS = 16, 24, 64  # of a run that are shown; events: of each kind
-PROMPTS, GROUPS, ANSWERS, FAILED = 400, 3, 16, 80  # of an evaluation, of a rollout, of a group, of a suite
-TEXT, SETTING = 1500, 300  # characters
-SAMPLES_SIZE, COMPLETIONS_SIZE = 200_000, 150_000  # bytes
-# by event
-STATES = {"started": "running", "resumed": "running"} | {
-    word: word for word in ("stopped", "died", "finished")
+SHARE = 50  # a page is written after at least so many times the time that the last one took
+POINTS = 800  # of a curve
+NUMBERS = 145_000  # in all curves of a page, about ten bytes each
+# The most that is shown:
+EVALUATIONS = 16  # of a run
+ROLLOUTS = 24  # of a run
+EVENTS = 64  # of each kind
+PROMPTS = 400  # of an evaluation
+GROUPS = 3  # of a rollout
+ANSWERS = 16  # of a group
+FAILED = 80  # of a suite
+TEXT = 1500  # characters of a text
+SETTING = 300  # characters of a setting
+SAMPLES_SIZE = 200_000  # bytes
+COMPLETIONS_SIZE = 150_000  # bytes
+STARTS = ("started", "resumed")  # events
+# The state of a run after an event.
+STATES = {
+    "started": "running",
+    "resumed": "running",
+    "stopped": "stopped",
+    "died": "died",
+    "finished": "finished",
 }
 OF_THE_MACHINE = ("device", "processor", "processes", "mixed_precision", "distributed", "commit", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
-NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds", "cpu_seconds")  # axes, and what they determine
+NOT_DRAWN = (
+    "step",
+    "num_tokens",
+    "epoch",
+    "seconds",
+    "cpu_seconds",
+)  # the axes, and metrics that follow from them
+# The order of the plots:
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
 MIDDLE = ("loss", "completions/mean_length", "entropy", "kl")
 LAST = ("perplexity", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "memory_gib", "bad_steps")
 MACHINE = LAST[1:]
 SCORE = re.compile(r"rewards/(.+)/mean")
-OF_A_SHARE = re.compile(
-    "accurac|confidence|ratio|frac_|frequency|clipped|unused"
-)  # in [0, 1], by their names
+# Names of metrics in [0, 1], and of others.
+OF_A_SHARE = re.compile("accurac|confidence|ratio|frac_|frequency|clipped|unused")
 NOT_A_SHARE = re.compile("loss|perplexity|entropy|bits_per_byte|kl")
 
 Row = dict[str, Any]
@@ -70,25 +90,29 @@ class Report:
     line, and does not stop the run."""
 
     def __init__(self, folder: str | Path):
-        self.folder, self.written, self.took = Path(folder), time.monotonic(), 0.0
+        self.folder = Path(folder)
+        self.written = time.monotonic()  # when the last page was written
+        self.took = 0.0  # the seconds that it took
 
     def on_log(self, step: int, values: Row) -> None:
         """Write the page after an evaluation, and now and then; never for more than a small share of the
         time."""
-        evaluated = any(name.startswith("eval_") for name in values)
-        if time.monotonic() - self.written >= max(SHARE * self.took, 0 if evaluated else SECONDS):
+        pause = SHARE * self.took
+        if not any(name.startswith("eval_") for name in values):
+            pause = max(pause, SECONDS)
+        if time.monotonic() - self.written >= pause:
             self.close()
 
     def close(self) -> None:
         """Write the page in any case."""
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             if is_held(self.folder):
                 write_page(self.folder / "report.html", [describe_run(self.folder)])
         except Exception as error:  # the disk, or a folder that somebody changed: a page may not fail a run
             say(f"report.html was not written: {quoted(error, 200, str)}", sys.stderr)
         self.written = time.monotonic()
-        self.took = self.written - begun
+        self.took = self.written - start
 
 
 def write_page(path: Path, runs: list[Row], compared: Row | None = None, more: tuple[Path, ...] = ()) -> None:
@@ -113,21 +137,33 @@ def page(runs: list[Row], compared: Row | None = None, more: tuple[Path, ...] = 
 def embedded(value: Any) -> str:
     """JSON that is safe in a <script>: no "<" remains that could end the element or begin a comment. NaN and
     infinity become null."""
-    known = json.loads(json.dumps(value), parse_constant=lambda _: None)
-    return json.dumps(known, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+    return json.dumps(finite, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def size_of(value: Any) -> int:
+    """The bytes that a value takes in the page."""
+    return len(embedded(value).encode("utf-8", "replace"))
 
 
 def describe_run(folder: Path) -> Row:
     """Everything that a page shows of a run."""
-    data, summary, settings = (
-        read_json(folder / "dataset.json"),
-        read_json(folder / "summary.json"),
-        read_args(folder),
-    )
-    points, events = points_of(folder), list(lines(folder / "events.jsonl"))
-    begun = next((event for event in reversed(events) if event.get("kind") in ("started", "resumed")), {})
-    script = str(begun.get("script") or "")
-    evaluated = {name: found[:, 1] for name, found in points.items() if name.startswith("eval_")}
+    data = read_json(folder / "dataset.json")
+    summary = read_json(folder / "summary.json")
+    settings = read_args(folder)
+    points = points_of(folder)
+    events = list(lines(folder / "events.jsonl"))
+    start = last_event(events, STARTS)
+    script = str(start.get("script") or "")
+    before, after = {}, {}
+    for name, curve in points.items():
+        if name.startswith("eval_"):
+            before[name] = curve[0, 1]
+            after[name] = curve[-1, 1]
+    axes = {}
+    for name in ("num_tokens", "seconds"):
+        if name in points:
+            axes[name] = spread(points[name].tolist(), POINTS // 2)
     return {
         "name": str(settings.get("run_name") or folder.resolve().name),
         "folder": str(folder),
@@ -138,24 +174,20 @@ def describe_run(folder: Path) -> Row:
         "steps": data.get("plan", {}).get("steps"),
         "seconds": last_of(points, "seconds"),
         "tokens": last_of(points, "num_tokens"),
-        "before": {name: values[0] for name, values in evaluated.items()},
-        "after": {name: values[-1] for name, values in evaluated.items()},
+        "before": before,
+        "after": after,
         "best": summary.get("best"),
         **curves_of(points),
-        "axis": {
-            name: spread(points[name].tolist(), POINTS // 2)
-            for name in ("num_tokens", "seconds")
-            if name in points
-        },
+        "axis": axes,
         "events": shown_events(events),
         "happened": len(events),
         "samples": samples_of(folder),
         "completions": completions_of(folder),
         "data": data or None,
-        "memory": memory_of(points, begun),
-        "settings": settings_of(settings, begun),
-        "about": about(begun, data),
-        "command": command_of(script, folder, begun) if script else None,
+        "memory": memory_of(points, start),
+        "settings": settings_of(settings, start),
+        "about": about(start, data),
+        "command": command_of(script, folder, start) if script else None,
         "regression": regression_of(folder),
     }
 
@@ -164,7 +196,7 @@ def describe_run(folder: Path) -> Row:
 
 
 def lines(path: Path) -> Iterator[Row]:
-    """The objects in a JSON-lines file; a line that is damaged, or not yet whole, is passed over."""
+    """The objects in a JSON-lines file that have a step. A damaged or unfinished line is skipped."""
     if path.is_file():
         with open(path, "rb") as file:
             for line in file:
@@ -195,30 +227,34 @@ def short(value: Any) -> Any:
 
 
 def spread(items: Iterable[Any], most: int) -> list[Any]:
-    """At most `most` (an even number) of the items, evenly spread, and the last one; never holds more of
-    them."""
-    kept: list[Any] = []
-    stride, item = 1, None
+    """At most `most` (an even number) of the items, evenly spread, and the last one. No more than these are
+    held at any time."""
+    kept = []
+    stride = 1
+    item = None
     for number, item in enumerate(items):
         if number % stride == 0 and len(kept) == most:
-            kept, stride = kept[::2], 2 * stride
+            kept = kept[::2]
+            stride *= 2
         if number % stride == 0:
             kept.append(item)
-    return kept if not kept or kept[-1] is item else [*kept, item]
+    if kept and kept[-1] is not item:
+        kept.append(item)
+    return kept
 
 
 # --- curves -------------------------------------------------------------------------------------------------
 
 
 def points_of(folder: Path) -> dict[str, np.ndarray]:
-    """The points (step, value) of each metric in metrics.jsonl, of the values that are finite numbers: {name:
-    [n, 2]}."""
-    pairs: dict[str, array[float]] = {}
+    """The points (step, value) of each metric in metrics.jsonl, without values that are no finite numbers:
+    {name: [n, 2]}."""
+    pairs = {}
     for row in lines(folder / "metrics.jsonl"):
         for name, value in row.items():
             if is_number(value):
                 pairs.setdefault(name, array("d")).extend((row["step"], value))
-    return {name: np.frombuffer(found).reshape(-1, 2) for name, found in pairs.items()}
+    return {name: np.frombuffer(numbers).reshape(-1, 2) for name, numbers in pairs.items()}
 
 
 def last_of(points: dict[str, np.ndarray], name: str) -> float | None:
@@ -227,59 +263,76 @@ def last_of(points: dict[str, np.ndarray], name: str) -> float | None:
 
 def curves_of(points: dict[str, np.ndarray]) -> Row:
     """The curves, their plots in order, and which of these are constant."""
-    curves, frames, constant = [], [], {}
+    curves = []
+    frames = []
+    constant = {}
     most = min(POINTS, NUMBERS // (4 * max(1, len(points))))
     for frame, names in frames_of(points).items():
         values = np.concatenate([points[name][:, 1] for name in names])
-        least, greatest = float(values.min()), float(values.max())
+        least = float(values.min())
+        greatest = float(values.max())
         if least == greatest and len(values) > len(names):
             constant[frame] = short(least)
-        log, share = is_logarithmic(frame, least, greatest), is_share(frame, names, least, greatest)
-        frames.append({"name": frame, "log": log, "share": share, "machine": frame in MACHINE})
+        log = is_logarithmic(frame, least, greatest)
+        share = is_share(frame, names, least, greatest)
+        machine = frame in MACHINE
+        frames.append({"name": frame, "log": log, "share": share, "machine": machine})
         for name in names:
-            curve = {
-                "name": name,
-                "frame": frame,
-                "eval": name.startswith("eval_"),
-                "machine": frame in MACHINE,
-            }
-            curves.append(curve | thinned(points[name], most))
+            curve = thinned(points[name], most)
+            is_eval = name.startswith("eval_")
+            curves.append(curve | {"name": name, "frame": frame, "eval": is_eval, "machine": machine})
     return {"curves": curves, "frames": frames, "constant": constant}
 
 
 def thinned(points: np.ndarray, most: int) -> Row:
     """{"x": steps, "y": values} in at most `most` groups of neighbours. If a group has several values, y is
     their mean, and "low" and "high" are their range: no peak is lost. points: [n, 2], n > 0."""
-    parts = np.array_split(points, min(most, len(points)))
-    found = {"y": [part[:, 1].mean() for part in parts]}
+    x, y, low, high = [], [], [], []
+    for group in np.array_split(points, min(most, len(points))):
+        values = group[:, 1]
+        x.append(round((group[0, 0] + group[-1, 0]) / 2))
+        y.append(short(values.mean()))
+        low.append(short(values.min()))
+        high.append(short(values.max()))
     if len(points) > most:
-        found |= {"low": [part[:, 1].min() for part in parts], "high": [part[:, 1].max() for part in parts]}
-    rounded = {name: [short(value) for value in column] for name, column in found.items()}
-    return rounded | {"x": [round((part[0, 0] + part[-1, 0]) / 2) for part in parts]}
+        return {"x": x, "y": y, "low": low, "high": high}
+    return {"x": x, "y": y}
 
 
 def frame_of(name: str) -> str:
     """The plot that a metric belongs to: training and evaluation share one, as do all temperatures, a reward
     and its evaluation, and memory and its peak."""
-    frame = re.sub(r"_t[\d.]+$", "", name.removeprefix("eval_")) if name.startswith("eval_") else name
-    score = SCORE.fullmatch(frame)
-    return score[1] if score else "memory_gib" if frame == "peak_memory_gib" else frame
+    if name == "peak_memory_gib":
+        return "memory_gib"
+    if name.startswith("eval_"):
+        name = re.sub(r"_t[\d.]+$", "", name.removeprefix("eval_"))
+    score = SCORE.fullmatch(name)
+    return score[1] if score else name
 
 
 def frames_of(names: Iterable[str]) -> dict[str, list[str]]:
     """{plot: its metrics, training first}, in order of importance: rewards, margins and the loss first, then
     scores of completions, machine statistics last."""
-    frames: dict[str, list[str]] = {}
-    drawn = [name for name in names if name not in NOT_DRAWN]
-    for name in sorted(drawn, key=lambda name: name.startswith("eval_")):
-        frames.setdefault(frame_of(name), []).append(name)
-    # with rewards it is centred on 0
-    first = [name for name in FIRST if name != "loss" or "reward" not in frames]
+    frames = {}
+    for name in sorted(names, key=lambda name: name.startswith("eval_")):
+        if name not in NOT_DRAWN:
+            frames.setdefault(frame_of(name), []).append(name)
+    first = list(FIRST)
+    if "reward" in frames:
+        first.remove("loss")  # with rewards it is centred on 0
     others = sorted(frames.keys() - set(LAST))
-    scores = [name for name in others if any(SCORE.fullmatch(metric) for metric in frames[name])]
-    scores += [name for name in others if frames[name][0].startswith("eval_") and not name.endswith("loss")]
-    order = dict.fromkeys([*first, *scores, *MIDDLE, *others, *LAST])
+    rewards, scores = [], []
+    for name in others:
+        if is_reward(frames[name]):
+            rewards.append(name)
+        if frames[name][0].startswith("eval_") and not name.endswith("loss"):
+            scores.append(name)
+    order = dict.fromkeys([*first, *rewards, *scores, *MIDDLE, *others, *LAST])
     return {name: frames[name] for name in order if name in frames}
+
+
+def is_reward(names: list[str]) -> bool:
+    return any(map(SCORE.fullmatch, names))
 
 
 def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
@@ -289,30 +342,44 @@ def is_logarithmic(frame: str, least: float, greatest: float) -> bool:
 
 
 def is_share(frame: str, names: list[str], least: float, greatest: float) -> bool:
-    """Whether a plot is of a share, whose axis ends at 0 and 1 and has a smallest span: one of 128
-    completions is no collapse."""
-    is_score = any(SCORE.fullmatch(name) for name in names) or names[0].startswith("eval_")
-    is_named = OF_A_SHARE.search(frame) or (is_score and not NOT_A_SHARE.search(frame))
-    return bool(is_named) and 0 <= least and greatest <= 1
+    """Whether a plot is of a share. Its axis ends at 0 and 1 and has a smallest span, so that one of 128
+    completions does not look like a collapse."""
+    if least < 0 or greatest > 1:
+        return False
+    if OF_A_SHARE.search(frame):
+        return True
+    is_score = is_reward(names) or names[0].startswith("eval_")
+    return is_score and not NOT_A_SHARE.search(frame)
 
 
 # --- events and texts ---------------------------------------------------------------------------------------
 
 
+def last_event(events: list[Row], kinds: Iterable[str]) -> Row:
+    """The last event of these kinds, {} without one."""
+    for event in reversed(events):
+        if str(event.get("kind")) in kinds:
+            return event
+    return {}
+
+
 def state_of(events: list[Row], summary: Row) -> str:
-    last = next((event["kind"] for event in reversed(events) if str(event.get("kind")) in STATES), "")
-    return "finished" if summary else STATES.get(last, "unknown")
+    if summary:
+        return "finished"
+    last = last_event(events, STATES)
+    return STATES[last["kind"]] if last else "unknown"
 
 
 def shown_events(events: list[Row]) -> list[Row]:
     """The events, oldest first, with frequent kinds thinned out."""
+    by_kind = {}
+    for event in events:
+        row = event | {"text": cut(event.get("text"), SETTING)}
+        by_kind.setdefault(event["kind"], []).append(row)
     shown = []
-    for kind in dict.fromkeys(event["kind"] for event in events):
-        shown += spread((event for event in events if event["kind"] == kind), EVENTS)
-    return [
-        event | {"text": cut(event.get("text"), SETTING)}
-        for event in sorted(shown, key=lambda event: event["time"])
-    ]
+    for rows in by_kind.values():
+        shown += spread(rows, EVENTS)
+    return sorted(shown, key=lambda event: event["time"])
 
 
 def samples_of(folder: Path) -> Row | None:
@@ -322,36 +389,42 @@ def samples_of(folder: Path) -> Row | None:
     A text equal to that of the evaluation before is 0, an unknown one None. As many prompts as fit into the
     page. None: nothing was sampled.
     """
-    found = spread(((len(rows), rows[:PROMPTS]) for rows in groups(folder / "samples.jsonl")), EVALUATIONS)
-    if not found:
+    counted = ((len(rows), rows[:PROMPTS]) for rows in groups(folder / "samples.jsonl"))
+    evaluations = spread(counted, EVALUATIONS)
+    if not evaluations:
         return None
-    tables = [{asked(row): row for row in rows} for _, rows in found]
-    prompts, left = [], SAMPLES_SIZE
-    for key, last in tables[-1].items():
-        rows = [table.get(key) for table in tables]
-        texts = [cut(row["completion"]) if row else None for row in rows]
-        told = [
-            0 if text is not None and text == before else text
-            for before, text in itertools.pairwise([None, *texts])
-        ]
-        scores = {name: [short(row.get(name)) if row else None for row in rows] for name in scores_of(last)}
-        prompt = {
-            "prompt": prompt_text(last),
-            "temperature": last.get("temperature"),
-            "texts": told,
-            "scores": scores,
-        }
-        left -= len(embedded(prompt).encode("utf-8", "replace"))
-        if left < 0 and prompts:
+    steps = []
+    tables = []  # of each evaluation {prompt and temperature: the sample}
+    for _, rows in evaluations:
+        steps.append(rows[0]["step"])
+        tables.append({asked(row): row for row in rows})
+    prompts = []
+    names = set()
+    room = SAMPLES_SIZE
+    for key in tables[-1]:
+        prompt = answers_to([table.get(key, {}) for table in tables])
+        room -= size_of(prompt)
+        if room < 0 and prompts:
             break
         prompts.append(prompt)
-    names = sorted({name for prompt in prompts for name in prompt["scores"]})
-    return {
-        "steps": [rows[0]["step"] for _, rows in found],
-        "names": names,
-        "prompts": prompts,
-        "of": found[-1][0],
-    }
+        names.update(prompt["scores"])
+    return {"steps": steps, "names": sorted(names), "prompts": prompts, "of": evaluations[-1][0]}
+
+
+def answers_to(samples: list[Row]) -> Row:
+    """A prompt of `samples_of`. samples: one of each evaluation; {} where the prompt was not completed."""
+    last = samples[-1]
+    texts = []
+    scores = {name: [] for name in scores_of(last)}
+    before = None
+    for sample in samples:
+        text = cut(sample["completion"]) if sample else None
+        texts.append(0 if sample and text == before else text)
+        before = text
+        for name, column in scores.items():
+            column.append(short(sample.get(name)))
+    temperature = last.get("temperature")
+    return {"prompt": prompt_text(last), "temperature": temperature, "texts": texts, "scores": scores}
 
 
 def asked(row: Row) -> str:
@@ -360,101 +433,117 @@ def asked(row: Row) -> str:
 
 
 def scores_of(row: Row) -> Row:
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in OF_A_SAMPLE and (value is None or is_number(value))
-    }
+    scores = {}
+    for name, value in row.items():
+        if name not in OF_A_SAMPLE and (value is None or is_number(value)):
+            scores[name] = value
+    return scores
 
 
 def prompt_text(row: Row) -> str:
     """A prompt as text, also if it is a list of chat messages."""
     prompt = row["prompt"]
-    if isinstance(prompt, list) and len(prompt) > 1:
-        prompt = "\n".join(f"{turn['role']}: {turn.get('content')}" for turn in prompt)
-    return cut(prompt[0]["content"] if isinstance(prompt, list) else prompt)
+    if not isinstance(prompt, list):
+        return cut(prompt)
+    if len(prompt) == 1:
+        return cut(prompt[0]["content"])
+    return cut("\n".join(f"{turn['role']}: {turn.get('content')}" for turn in prompt))
 
 
 def completions_of(folder: Path) -> list[Row] | None:
     """From rollouts over the run: the first group of completions, those whose rewards differ most, and all
     rewards."""
-    described = [rollout(rows) for rows in spread(groups(folder / "completions.jsonl"), ROLLOUTS)]
-    while len(described) > 1 and len(embedded(described).encode("utf-8", "replace")) > COMPLETIONS_SIZE:
-        described = [*described[:-1][1::2], described[-1]]
-    return described or None
+    rollouts = [describe_rollout(rows) for rows in spread(groups(folder / "completions.jsonl"), ROLLOUTS)]
+    while len(rollouts) > 1 and size_of(rollouts) > COMPLETIONS_SIZE:
+        *others, last = rollouts
+        rollouts = [*others[1::2], last]
+    return rollouts or None
 
 
-def rollout(rows: list[Row]) -> Row:
-    prompts: dict[str, list[Row]] = {}
+def describe_rollout(rows: list[Row]) -> Row:
+    by_prompt = {}
+    rewards = []
     for row in rows:
-        prompts.setdefault(asked(row), []).append(row)
-    first, *others = prompts.values()
-    apart = sorted(others, key=lambda group: -np.var([row.get("reward") or 0.0 for row in group]))
-    shown = [
-        {"prompt": prompt_text(group[0]), "rows": answers(group)} for group in [first, *apart[: GROUPS - 1]]
-    ]
-    # distillation has none
-    rewards = sorted(short(row["reward"]) for row in rows if row.get("reward") is not None)[:512]
-    return {"step": rows[0]["step"], "count": len(rows), "groups": shown, "rewards": rewards}
+        by_prompt.setdefault(asked(row), []).append(row)
+        if row.get("reward") is not None:  # distillation has none
+            rewards.append(short(row["reward"]))
+    first, *others = by_prompt.values()
+    others.sort(key=variance, reverse=True)
+    shown = []
+    for group in [first, *others[: GROUPS - 1]]:
+        shown.append({"prompt": prompt_text(group[0]), "rows": answers(group)})
+    return {"step": rows[0]["step"], "count": len(rows), "groups": shown, "rewards": sorted(rewards)[:512]}
+
+
+def variance(group: list[Row]) -> float:
+    """Of the rewards of a prompt's completions."""
+    return float(np.var([row.get("reward") or 0.0 for row in group]))
 
 
 def answers(group: list[Row]) -> list[Row]:
-    """The completions of a prompt, the best first."""
-    found = []
-    for row in sorted(
-        group[:ANSWERS], key=lambda row: math.inf if row.get("reward") is None else -row["reward"]
-    ):
-        shown = {name: short(row.get(name)) for name in ("reward", "advantage")}
-        shown["rewards"] = {name: short(value) for name, value in (row.get("rewards") or {}).items()}
-        found.append(shown | {"text": cut(row["completion"]), "cut": row.get("finished") is False})
-    return found
+    """The completions of a prompt, the best first, those without a reward last."""
+
+    def rank(row: Row) -> float:
+        return math.inf if row.get("reward") is None else -row["reward"]
+
+    shown = []
+    for row in sorted(group[:ANSWERS], key=rank):
+        scores = row.get("rewards") or {}
+        answer = {
+            "reward": short(row.get("reward")),
+            "advantage": short(row.get("advantage")),
+            "rewards": {name: short(value) for name, value in scores.items()},
+            "text": cut(row["completion"]),
+            "cut": row.get("finished") is False,
+        }
+        shown.append(answer)
+    return shown
 
 
 def regression_of(folder: Path) -> list[Row] | None:
     """For each evaluation of a suite {"step", "groups"}; for the last one also the cases that turned or
     failed, as text."""
-    last: Row = {}
-    found = []
-    for last in lines(folder / "regression.jsonl"):
-        found.append({"step": last["step"], "groups": last["groups"]})
+    row = {}
+    evaluations = []
+    for row in lines(folder / "regression.jsonl"):
+        evaluations.append({"step": row["step"], "groups": row["groups"]})
+    if not evaluations:
+        return None
     turned = []
     for name, since in (("since_last", "since step"), ("since_base", "since the start, step")):
-        then = (last.get("turned") or {}).get(name) or {}
-        turned += [
-            f"{word} {since} {then['step']}: {', '.join(then[word])}"
-            for word in ("fell", "rose")
-            if then.get(word)
-        ]
-    failed = [
-        f"{name}: {why['why']} · {why['completion']}" for name, why in (last.get("failed") or {}).items()
-    ]
-    told = {
-        "turned": [cut(line, SETTING) for line in turned],
-        "failed": [cut(line, SETTING) for line in failed[:FAILED]],
-    }
-    return [*found[:-1], found[-1] | told] if found else None
+        change = (row.get("turned") or {}).get(name) or {}
+        for word in ("fell", "rose"):
+            if change.get(word):
+                text = f"{word} {since} {change['step']}: {', '.join(change[word])}"
+                turned.append(cut(text, SETTING))
+    failed = []
+    for name, case in (row.get("failed") or {}).items():
+        failed.append(cut(f"{name}: {case['why']} · {case['completion']}", SETTING))
+    evaluations[-1] |= {"turned": turned, "failed": failed[:FAILED]}
+    return evaluations
 
 
-def memory_of(points: dict[str, np.ndarray], begun: Row) -> Row | None:
+def memory_of(points: dict[str, np.ndarray], start: Row) -> Row | None:
     """Memory in GiB: the peak that was used, and the total available. None: nothing was logged."""
     if "peak_memory_gib" not in points:
         return None
-    return {
-        "peak": short(max(points["peak_memory_gib"][:, 1])),
-        "limit": short(begun.get("memory_limit_gib")),
-    }
+    peak = max(points["peak_memory_gib"][:, 1])
+    return {"peak": short(peak), "limit": short(start.get("memory_limit_gib"))}
 
 
-def settings_of(settings: Row, begun: Row) -> list[Row]:
+def settings_of(settings: Row, start: Row) -> list[Row]:
     """[{"group", "rows": [[name, value, whether it is the default]]}], in the order of --help."""
-    shared, changed = defaults(CommonArgs), begun.get("changed", settings)
-    table: dict[str, list[Any]] = {"This script": []} | {
-        str(cls.__doc__): [] for cls in CommonArgs.__mro__[-2:0:-1]
-    }
+    shared = defaults(CommonArgs)
+    changed = start.get("changed", settings)
+    table = {"This script": []}
+    for group in CommonArgs.__mro__[-2:0:-1]:
+        table[str(group.__doc__)] = []
     for name, value in settings.items():
-        group = str(first_definition(CommonArgs, name)[0].__doc__) if name in shared else "This script"
-        table[group].append([name, cut(as_typed(value), SETTING), name not in changed])
-    return [{"group": group, "rows": rows} for group, rows in table.items() if rows]
+        title = "This script"
+        if name in shared:
+            title = str(first_definition(CommonArgs, name)[0].__doc__)
+        table[title].append([name, cut(as_typed(value), SETTING), name not in changed])
+    return [{"group": title, "rows": rows} for title, rows in table.items() if rows]
 
 
 def as_typed(value: Any) -> str:
@@ -465,33 +554,40 @@ def as_typed(value: Any) -> str:
         return " ".join(map(as_typed, value))
     if isinstance(value, dict):
         return ", ".join(f"{name} {as_typed(part)}" for name, part in value.items())
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "–" if value is None else str(value)
 
 
-def about(begun: Row, data: Row) -> list[list[str]]:
+def about(start: Row, data: Row) -> list[list[str]]:
     """[label, text] pairs: the model, the machine, the versions."""
     model = dict(data.get("model") or {})
     counts = model.pop("parameters", {})
-    found = {"model": model.pop("class", None)}
-    found["parameters"] = " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts)
-    found |= model | {name: begun.get(name) for name in OF_THE_MACHINE} | (begun.get("versions") or {})
-    return [
-        [name.replace("_", " "), cut(as_typed(value), SETTING)]
-        for name, value in found.items()
-        if value and str(value).lower() != "no"
-    ]
+    facts = {"model": model.pop("class", None)}
+    facts["parameters"] = " of ".join(f"{counts[name]:,}" for name in ("trained", "all") if name in counts)
+    facts |= model
+    for name in OF_THE_MACHINE:
+        facts[name] = start.get(name)
+    facts |= start.get("versions") or {}
+    pairs = []
+    for name, value in facts.items():
+        if value and str(value).lower() != "no":
+            pairs.append([name.replace("_", " "), cut(as_typed(value), SETTING)])
+    return pairs
 
 
-def command_of(script: str, folder: Path, begun: Row) -> str:
+def command_of(script: str, folder: Path, start: Row) -> str:
     """The command that repeats the run, in a new folder."""
-    launch = {
-        "num_processes": begun.get("processes") or 1,
-        "mixed_precision": begun.get("mixed_precision") or "no",
-    }
-    words = [f"--{name} {value}" for name, value in launch.items() if value not in (1, "no")]
+    processes = start.get("processes") or 1
+    precision = start.get("mixed_precision") or "no"
+    launcher = "python"
+    if processes != 1 or precision != "no":
+        launcher = "accelerate launch -q"
+    if processes != 1:
+        launcher += f" --num_processes {processes}"
+    if precision != "no":
+        launcher += f" --mixed_precision {precision}"
     path = Path(script).with_suffix("")
-    # it imports from the root
-    is_module = len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts
-    name = f"-m {'.'.join(path.parts)}" if is_module else script
-    start = ["accelerate launch -q", *words] if words else ["python"]
-    return " ".join([*start, name, f"--config {folder}/args.yaml --output_dir {folder}-again"])
+    if len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts:
+        script = f"-m {'.'.join(path.parts)}"  # a module: it imports from the root
+    return f"{launcher} {script} --config {folder}/args.yaml --output_dir {folder}-again"
