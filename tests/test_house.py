@@ -74,10 +74,10 @@ class Limits(NamedTuple):
 
 
 LIMITS = {
-    "common": Limits(109_000, 12.3, 5.4, 0.4, 17.1),
+    "common": Limits(109_000, 10.9, 3.4, 0.05, 13.9),
     "tests": Limits(206_500, 15.1, 7.1, 0.8, 39.2),
     "tools": Limits(18_300, 11.1, 6.5, 0.6, 14.6),
-    "experiments": Limits(24_600, 13.3, 5.4, 0.7, 14.9),
+    "experiments": Limits(24_100, 13.2, 5.0, 0.5, 14.9),
     "benchmarks": Limits(41_600, 14.0, 6.5, 0.8, 17.6),
     "train_pretrain.py": Limits(1_320, 12.2, 0.0, 0.0, 12.2),
     "train_sft.py": Limits(780, 10.6, 0.0, 0.0, 10.6),

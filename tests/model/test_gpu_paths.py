@@ -245,11 +245,10 @@ def test_blocks_are_compiled_once_for_all_windows(stage, graphs, launch):
     assert_same(losses(plain), losses(compiled), tolerance=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "device, hidden_size, at_a_time",
     [
-        pytest.param("cpu", 64, 1, marks=NEEDS_COMPILER),
+        pytest.param("cpu", 64, 1, marks=[NEEDS_COMPILER, pytest.mark.slow]),
         pytest.param("cuda", 1024, 100, marks=pytest.mark.gpu),
     ],
 )
