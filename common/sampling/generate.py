@@ -178,7 +178,7 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     kv_cache.register()
     lm = model.lm
     inner = base_lm(lm)
-    was_training = lm.training
+    was_training = model.training
     implementation = inner.config._attn_implementation
     lm.eval()
     if implementation == FLAT:
@@ -195,7 +195,7 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     finally:
         if implementation == FLAT:
             inner.set_attn_implementation(FLAT)
-        lm.train(was_training)
+        model.train(was_training)  # not lm: without dropout only recomputed blocks are in training mode
 
 
 @contextlib.contextmanager

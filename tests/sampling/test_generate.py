@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from common.collators import flat_batch, split_row
 from common.errors import UserError
 from common.evaluate import complete
-from common.model.flat_model import body
+from common.model.flat_model import body, disable_dropout
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
 import common.sampling.generate
@@ -340,13 +340,19 @@ def training_pass(model) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return logps.detach(), list(gradients)
 
 
-@pytest.mark.parametrize(("training", "fails", "recomputed"), [(1, 0, 0), (1, 1, 0), (0, 0, 0), (1, 0, 1)])
-def test_sampling_leaves_training_as_it_was(training, fails, recomputed):
-    """Also where it is interrupted in the middle, or activations are recomputed in training. With dropout."""
+@pytest.mark.parametrize(
+    ("training", "fails", "recomputed", "dropout"),
+    [(1, 0, 0, 1), (1, 1, 0, 1), (0, 0, 0, 1), (1, 0, 1, 1), (1, 0, 1, 0)],
+)
+def test_sampling_leaves_training_as_it_was(training, fails, recomputed, dropout):
+    """Also where it is interrupted in the middle, or activations are recomputed in training, with dropout and
+    without."""
     model, _ = tiny_pair("gpt2")
-    model.train(bool(training))
     if recomputed:
         enable_gradient_checkpointing(model)
+    if not dropout:
+        disable_dropout(model)
+    model.train(bool(training))
     before, (logps, gradients), calls = state_of(model), training_pass(model), []
 
     def at_each_token(module, args, kwargs):
