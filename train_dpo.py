@@ -177,7 +177,7 @@ def main(args: Args) -> None:
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step or by early stopping; at a signal the run exits here
         if run.checkpoint(step):
             break
 

@@ -182,7 +182,7 @@ def roll_out(
     completions = []
     for prompt, s, text, each in zip(prompts, sampled, texts, scores, strict=True):
         counted = s.finished or not args.mask_truncated_completions
-        completions.append(Completion(prompt, *s, text=text, rewards=each, counted=counted))
+        completions.append(Completion(prompt, s.ids, s.logps, s.finished, text, each, counted))
     return completions
 
 
@@ -337,7 +337,7 @@ def main(args: Args) -> None:
                 )  # (T,)
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
-                loss = (losses * batch["token_weight"]).sum()  # <- the algorithm
+                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows   <- the algorithm
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
@@ -347,7 +347,7 @@ def main(args: Args) -> None:
     for step in run.steps(last=len(rollouts), save_every=rollouts.updates_per_rollout):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step or by early stopping; at a signal the run exits here
         if run.checkpoint(step):
             break
 

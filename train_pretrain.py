@@ -196,7 +196,7 @@ def main(args: Args) -> None:
                 values["eval_bits_per_byte"] = values["eval_loss"] / math.log(2) / token_bytes
             scores, samples = complete_prompts(args, accelerator, model, tokenizer, prompts)
             run.log_eval(step, values | scores, samples)
-        # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step or by early stopping; at a signal the run exits here
         if run.checkpoint(step):
             break
 

@@ -8,7 +8,7 @@ that make one optimizer step.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Listing
+from collections.abc import Sequence as Listing  # here a Sequence is one of tokens
 import itertools
 import math
 from typing import Any
@@ -31,8 +31,8 @@ Batch = dict[str, Any]  # see flat_batch
 def flat_batch(examples: Listing[Example], device: torch.device, weight: float = 1.0) -> Batch:
     """One flat row of examples, T tokens for S sequences.
 
-    A sequence that begins like the one before it shares those tokens (`shared_start`): the row holds them
-    once, with the first sequence that has them.
+    Untrained tokens at the start of a sequence that the one before it begins with, too, are in the row once,
+    with the first sequence that has them (data/sharing.py).
 
     Returns input_ids (1, T) and position_ids (1, T) int64; cu_seqlens (S+1,) int64, the boundaries of each
     sequence's own tokens; loss_mask (T,) float32, 0 on the first token of each sequence; targets (N,) int64,
@@ -338,7 +338,7 @@ class Windows:
         # micro-batches per window
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes
         self.size = self._batch_size * self._parts
-        # In a checkpoint: with another one, other examples have been used after a number of steps.
+        # Compared when a run resumes: with another value the same number of steps has used other examples.
         self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
         if args.max_steps <= 0:
             self.end = max(1, round(args.num_train_epochs * len(train)))
@@ -356,8 +356,8 @@ class Windows:
     def __getitem__(self, step: int) -> Window:
         positions = range(self.start(step), self.start(step + 1))
         examples = [self.train[position] for position in positions]
-        parts = self.dealt(step)
-        mine = parts[self._accelerator.process_index :: self._accelerator.num_processes]
+        micro_batches = self.dealt(step)
+        mine = micro_batches[self._accelerator.process_index :: self._accelerator.num_processes]
 
         def origins() -> list[str]:
             return [self.train.where(position) for position in positions]

@@ -69,7 +69,7 @@ def writing(folder: Path) -> Iterator[None]:
         if not is_of_the_disk(error):
             raise
         raise UserError(
-            f"{folder} cannot be written ({error}); once it can be, the same command goes on"
+            f"{folder} cannot be written ({error}); once it can be, the same command resumes the run"
         ) from None
 
 

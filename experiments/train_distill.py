@@ -321,7 +321,7 @@ def main(args: Args) -> None:
     for step in run.steps(last=len(rollouts)):
         if run.eval_due(step):
             run.log_eval(step, *complete_prompts(args, accelerator, model, tokenizer, eval_prompts))
-        # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step or by early stopping; at a signal the run exits here
         if run.checkpoint(step):
             break
 

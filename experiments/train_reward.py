@@ -157,7 +157,7 @@ def main(args: Args) -> None:
         if run.eval_due(step):
             values = evaluate_means(args, accelerator, model, held_out, eval_losses)
             run.log_eval(step, values, [])
-        # saves if it is due; true after the last step, by early stopping, or at a signal
+        # saves if it is due; true after the last step or by early stopping; at a signal the run exits here
         if run.checkpoint(step):
             break
 

@@ -37,8 +37,8 @@ from common.data.types import BadRow, Message, Tokenizer, notes
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-ANOTHER = "another template: --chat_template chatml, with tools a .jinja file"
-WITHOUT_IT = f"without it, if it is in a field: --columns unused=reasoning_content; or {ANOTHER}"
+ANOTHER = "use another template: --chat_template chatml, or with tools a .jinja file"
+WITHOUT_IT = f"leave a thought in a field out by --columns unused=reasoning_content, or {ANOTHER}"
 # Tried in this order, until the rendering of an answer continues its header.
 SWITCHES: tuple[Switches, ...] = (
     {},
@@ -137,7 +137,9 @@ def _first_answer(
             continue
         if one != switches[0]:
             flags = " ".join(f"{name}={json.dumps(value)}" for name, value in one.items())
-            notes.add(f"answers follow the header of --template_kwargs {flags}: sample them with it")
+            notes.add(
+                f"answers stand after the generation prompt of --template_kwargs {flags}: sample with it, too"
+            )
         return answer
     raise reasons[0]
 
@@ -178,8 +180,8 @@ def _answer(
         raise NotContinued(str(reason)) from None
     text = apply_template([*before, message], tokenizer, tools, switches)
     if not text.startswith(context):
-        # gpt-oss's and Kimi's templates drop what was thought before calls once there is a final answer. It is
-        # written as in the same chat without these thoughts, of which it continues the text.
+        # gpt-oss's and Kimi's templates drop the thoughts before earlier calls once there is a final answer. If
+        # the chat without these thoughts has the same text, the answer is taken from there, after this context.
         shorter = [without_thought(turn) for turn in before]
         if shorter == before or apply_template([*shorter, message], tokenizer, tools, switches) != text:
             raise NotContinued(_why_not_continued(context, message))
@@ -206,7 +208,8 @@ def _answer(
     ending = endings(tokenizer)["call" if message.get("tool_calls") else "answer"]
     if ending is not None and ending.marks in written[:end_of_words]:
         raise BadRow(
-            "the chat template ends this answer more than once, as after each of several calls: one a turn"
+            "the chat template ends this answer more than once, as after each of several calls: put each into a turn of "
+            "its own"
         )
     answer = _up_to_the_end(written, end_of_words, ending, tokenizer)
     return Answer(context, answer, written[len(answer) :])
@@ -227,11 +230,11 @@ def _why_not_continued(context: str, message: Message) -> str:
     if "think" not in header and "thought" not in header:
         return f"the chat template rewrites the text before an answer ({ANOTHER})"
     if message.get("thinking") and "/think" in header:
-        return f"the chat template's header closes a thought, and this answer has one ({WITHOUT_IT})"
+        return f"the generation prompt closes a thought, and this answer has one ({WITHOUT_IT})"
     if message.get("thinking"):
-        return f"the chat template's header begins a thought, and leaves out those of answers ({ANOTHER})"
+        return f"the generation prompt begins a thought, and the chat template leaves out those of answers ({ANOTHER})"
     return (
-        "the chat template's header begins a thought, and this answer is written without: give it one "
+        "the generation prompt begins a thought, and this answer is written without: give it one "
         f"(reasoning_content), or {ANOTHER}"
     )
 

@@ -166,7 +166,7 @@ class Needs(NamedTuple):
 
 @per_tokenizer
 def needs_of(tokenizer: Tokenizer) -> Needs:
-    """Found by trying."""
+    """The needs of a tokenizer's chat template, found by rendering small chats."""
 
     def writes(word: str, chat: list[Message], needs: Needs, tools: Tools = None) -> bool:
         try:

@@ -161,7 +161,7 @@ def check_sequence(sequence: Any, largest_id: int = 2**63 - 1) -> Sequence:
     n, checked = np.size(sequence["input_ids"]), {}
     for name in sorted(sequence):
         if name in RESERVED:
-            raise UserError(f"the field {name} has a name of the batch's own: call it otherwise")
+            raise UserError(f"the field {name} has the name of one that every batch has: rename it")
         try:
             array = np.asarray(sequence[name])
         # lists of different lengths, a tensor that numpy does not take

@@ -113,8 +113,7 @@ class Examples:
         return Examples([self.files[s]], [self.sources[s]])
 
     def in_pass(self, number: int, seed: int) -> "Examples":
-        """The examples as a later pass over their source has them: the same, but for a stream cut into
-        rows."""
+        """The examples for a later pass over their source: the same ones, except in Wrapped."""
         return self
 
     def digests(self) -> dict[str, str]:
@@ -134,7 +133,7 @@ class Examples:
 
 
 class Wrapped(Examples):
-    """Rows that each source, one long stream, is cut into: in every pass at other places."""
+    """Rows cut from the joined documents of each source, in every pass at other places."""
 
     def __init__(self, files: list[TokenFile], documents: Examples, max_length: int):
         """documents: what was cut."""
@@ -224,9 +223,9 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
     separately. A remainder of one token, which has nothing to predict, is left out. A piece has the
     difficulty of the document in which it starts, and, of one document, its per-sequence fields.
 
-    A stream is cut from its first token on; in later passes (`in_pass`) from a token that depends on the seed
-    and the pass, `start`, and goes on at its beginning. So a row is as long in every pass, and each token is
-    in one row.
+    Joined documents are cut from their first token on; in later passes (`in_pass`) from a token that depends on
+    the seed and the pass, `start`, and around the end to that token. So rows have the same lengths in every
+    pass, and each token is in one row, but for a remainder that is left out.
 
     Raises UserError for examples of several sequences, and for per-sequence fields in a stream, whose rows
     hold several documents.
@@ -240,8 +239,8 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
         per_sequence = [name for name, (per, _) in file.layout.fields.items() if per == "sequence"]
         if across and per_sequence:
             raise UserError(
-                f"{source.path}: a row holds several documents, so one number for each, {', '.join(per_sequence)}, has no "
-                "place: as many numbers as tokens (in encode), or --packing_strategy bfd"
+                f"{source.path}: a row holds several documents, so one number for each ({', '.join(per_sequence)}) has no "
+                "place: let encode give as many numbers as tokens, or use --packing_strategy bfd"
             )
         starts, ends = _cut(file, max_length, across)
         if start is not None and len(starts):

@@ -47,7 +47,7 @@ PROMPT = (
 )
 # may hold messages
 CHATS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}
-# as JSON, or as Python prints them
+# Text that looks like messages: as JSON, or as Python prints them, which is a BadRow.
 MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 Columns = dict[str, Any]
 Pair = tuple[list[Message], ...]  # prompt, chosen, rejected
@@ -168,7 +168,8 @@ def _prompt_and_answers(columns: Columns, format: str) -> Pair:
     system turn."""
     prompt = _turns(columns, format)
     chosen, rejected = _answer(columns["chosen"]), _answer(columns["rejected"])
-    for repeated in (prompt, prompt[len(_system(columns)) :]):
+    has_system = prompt[0]["role"] == "system"
+    for repeated in (prompt, prompt[has_system:]):
         n = len(repeated)
         if len(chosen) > n and chosen[:n] == rejected[:n] == repeated:
             chosen, rejected = chosen[n:], rejected[n:]
@@ -195,8 +196,8 @@ def _share_turns(prompt: list[Message], chosen: list[Message], rejected: list[Me
 
 @may_reject
 def as_prompt(columns: Columns) -> dict[str, Any]:
-    """The row with "prompt" (a string, or messages ending with a user turn); the other columns are kept for
-    the rewards.
+    """The row with "prompt" (a string, or messages without a final assistant turn); the other columns are
+    kept for the rewards.
 
     Reads prompt; or messages, conversations or Alpaca, without a final assistant turn. verl's
     reward_model.ground_truth becomes the column answer.
@@ -219,8 +220,8 @@ def as_prompt(columns: Columns) -> dict[str, Any]:
 
 
 def _decoded(column: str, value: Any) -> Any:
-    """A number as text; messages that are given as JSON text; anything else, as text that is some other JSON,
-    as it is."""
+    """A number becomes text, and messages given as JSON text are read. Anything else stays as it is, also text
+    that is some other JSON."""
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
     if column in CHATS and isinstance(value, str) and MESSAGES.match(value):

@@ -26,8 +26,8 @@ def load_data(
 
     encode(row, tokenizer, args): the sequences of a row, which stay together, or its text, which becomes a
     document; may raise BadRow. Any field that it adds to a sequence reaches the batch. Called on every
-    process. With dataset_streaming the training data is a Stream (stream.py), with the same
-    methods.
+    process. With dataset_streaming the training data is a Stream (stream.py): like Shuffled, but without a length
+    and an order, and with a state that checkpoints keep.
     """
     if args.dataset_streaming:
         check_stream(args)

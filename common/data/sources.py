@@ -291,13 +291,13 @@ def files_of(source: Source) -> list[Path] | None:
     named = [file for file in files if _starts_with(names, file)]
     if source.split != "train":
         return named
-    to_train = [file for file in files if not HELD_OUT.search(file.name)]
-    if not to_train:
+    not_held_out = [file for file in files if not HELD_OUT.search(file.name)]
+    if not not_held_out:
         return files  # all files are held out by their names: the folder is what was asked for
-    named = [file for file in named if file in to_train]
-    if not named and len(to_train) == len(files):
+    named = [file for file in named if file in not_held_out]
+    if not named and len(not_held_out) == len(files):
         return files  # no name says anything
-    return named
+    return named  # []: names say what is held out, and none what to train on
 
 
 def _data_files(folder: Path) -> list[Path]:

@@ -26,7 +26,7 @@ import numpy as np
 if TYPE_CHECKING:
     import tokenizers
 
-NOT_FAST = "a tokenizer is needed whose tokenizer.json does all that it does"
+NOT_FAST = "a fast tokenizer is needed, whose tokenizer.json alone gives the same token ids"
 
 
 @may_reject
@@ -84,9 +84,8 @@ def tokenize_messages(
     template rewrites the text before an answer; then a further one, for that answer and those after it.
 
     train_on: all_turns or last_turn of the assistant, from first_trained_turn on, or everything. An assistant
-    turn with "train": False is never trained. switches: see chat.answers. all_or_none: all answers are one item, in
-    one sequence, or the conversation is none. Raises BadRow for a conversation without a turn to train, or that its
-    template rejects.
+    turn with "train": False is never trained. switches: see chat.answers. Raises BadRow for a conversation without a
+    turn to train, or that its template rejects; all_or_none: also unless all answers stand in one sequence.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= first_trained_turn]
     if not turns:
@@ -109,6 +108,7 @@ def tokenize_messages(
         written.append(this)
     if all_or_none and len(written) > 1:
         raise BadRow("an answer of several turns, of which the chat template rewrites the earlier ones")
+    # what the template writes after the last answer
     rest = encode_text(answer.rest, tokenizer, after=answer.written)
     written[-1].ids.extend(rest)
     written[-1].mask.extend([0] * len(rest))
@@ -158,7 +158,7 @@ def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, swi
         this = _write(answer, None, tokenizer)
         if ids[: len(this.ids)] != this.ids:  # rewritten, or with a token that spans its start
             raise BadRow(
-                "an answer that is not trained is other tokens in the whole chat: --train_on all_turns"
+                "an answer that is not trained has other tokens in the whole chat than on its own: use --train_on all_turns"
             )
         mask[len(this.context_ids) : len(this.ids)] = 0
     return {"input_ids": np.array(ids, np.int64), "loss_mask": mask}
@@ -322,7 +322,8 @@ def _traits(tokenizer: Tokenizer) -> _Traits:
 
 
 def engine_of(tokenizer: Tokenizer, literal: bool = False) -> "tokenizers.Tokenizer":
-    """The backend tokenizer without truncation or padding; literal: spelled special tokens stay characters.
+    """The backend tokenizer without truncation or padding; literal: spelled special tokens stay characters. It is
+    one object for all of its callers, which this changes: called anew before each use.
 
     Raises UserError for a tokenizer that has none.
     """

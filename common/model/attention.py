@@ -76,7 +76,7 @@ class FlatRow:
     buckets: list["Bucket"] | None = None  # None: not planned yet, see plan_buckets
     # (T,) int64: the place of each token of the row in the buckets' output; None: in order
     inverse: Tensor | None = None
-    # filled by hybrids.py
+    # the batches for recurrent layers: see hybrids.py
     places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
@@ -122,7 +122,8 @@ class Bucket:
             return self.masks[kind]
         first = self.keys.new_zeros(1) if self.first is None else self.first
         key = torch.arange(L, device=first.device)
-        # a query that pads its sequence sees a key, too: the softmax of none has a gradient of NaN
+        # A padding query may lie beyond the last key. With a window it would see none, and the softmax of
+        # nothing has a gradient of NaN: it gets the last key.
         query = (first[:, None] + key[: self.queries.shape[1]]).clamp(max=L - 1)
         query = query[:, None, :, None]
         unseen = key > query
@@ -167,7 +168,8 @@ def own_tokens(row: FlatRow) -> np.ndarray:
     """The number of each sequence's own tokens, (S,)."""
     if not row.shared:
         return row.lengths
-    own_ends = np.searchsorted(row.first, row.lengths.cumsum())  # of each sequence, in the row
+    # where each sequence's own tokens end in the row; `first` rises, because they are in order there
+    own_ends = np.searchsorted(row.first, row.lengths.cumsum())
     return np.diff(own_ends, prepend=0)
 
 
@@ -176,6 +178,7 @@ def plan_buckets(row: FlatRow) -> None:
     lengths = row.lengths
     ends = lengths.cumsum()
     own = own_tokens(row)
+    # With more, all tokens are queries, the shared ones again: then SDPA's own causal mask does.
     num_queries = np.where(own <= MAX_OWN_TOKENS, own, lengths)
     num_before = lengths - num_queries  # tokens of each sequence before its first query
     groups = similar(lengths, num_queries)
@@ -212,10 +215,10 @@ def similar(lengths: np.ndarray, num_queries: np.ndarray) -> list[list[int]]:
         longest = group[0] if group else s
         total += queries[s]  # with this sequence
         most = max(most, queries[s])
-        is_kind = (queries[s] < length[s]) == (queries[longest] < length[longest])
+        is_same_kind = (queries[s] < length[s]) == (queries[longest] < length[longest])
         is_similar = length[s] >= MIN_RELATIVE_LENGTH * length[longest]
-        is_full = total >= MIN_REAL_QUERIES * most * (len(group) + 1)
-        if not (group and is_kind and is_similar and is_full):
+        has_little_padding = total >= MIN_REAL_QUERIES * most * (len(group) + 1)
+        if not (group and is_same_kind and is_similar and has_little_padding):
             group = []
             groups.append(group)
             total = most = queries[s]

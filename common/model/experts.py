@@ -212,8 +212,8 @@ class Experts:
         self.counts_synced = True
 
     def give_up(self) -> None:
-        """Abandon the window before it is restarted for lack of memory. Sends this process's counts if the
-        others may still wait for them."""
+        """Abandon the window before it is restarted for lack of memory. If other processes may still wait for
+        this one's counts, takes part in their sum with zeros."""
         self.recording = False
         if not self.counts_synced:
             self._sync(torch.zeros(self.shape, dtype=finest_dtype(self.device), device=self.device))
@@ -273,9 +273,9 @@ def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
 
 @functools.cache
 def follow_autocast() -> None:
-    """Let transformers' products of all experts at once follow autocast, as PyTorch's function for them does
-    not: in float32 a GPU has no kernel for it, computes one product after another, and waits for the host
-    before each layer."""
+    """Let transformers' grouped matrix product of experts follow autocast, which PyTorch's function does not.
+    In float32 it has no GPU kernel: the experts would be computed one by one, with a wait for the host before
+    each layer."""
     from transformers.integrations import moe
 
     stock = moe._grouped_mm

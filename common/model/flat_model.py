@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class Output(NamedTuple):
     """The output of a FlatModel for a flat row of T tokens; None for what was not requested. With nll_weights
-    only `nll` has a gradient, and entropy and correct come for free.
+    of logps, entropy and nll only `nll` has a gradient, and entropy and correct come for free.
 
     A NamedTuple, because FSDP2 and Accelerate look for tensors in a model's return value.
     """
@@ -169,11 +169,12 @@ class FlatModel(nn.Module):
         targets = batch["targets"]
         inner = base_lm(self.lm)
         tokens = batch["input_ids"][0, targets]
-        # (N,) 1; 0 if a row without a trained token scores one anyway. A script may put weights into the mask.
-        counts = (batch["loss_mask"][targets] != 0).float()
+        # (N,) 1; 0 in a filler, and for the one target of a row without a trained token. Not 0: a script may
+        # have put weights into the mask.
+        is_trained = (batch["loss_mask"][targets] != 0).float()
         nll = mapped = None
         if nll_weights is not None:
-            weights = nll_weights[targets] * counts
+            weights = nll_weights[targets] * is_trained
             nll, scores = lm_head.weighted_nll(inner, predicting, tokens, weights, temperature)
         else:
             entropy = entropy or entropy_grad
@@ -183,7 +184,7 @@ class FlatModel(nn.Module):
         rows = []
         for s in scores:
             row = s.new_zeros(len(states))
-            rows.append(row.index_put((targets,), s * counts))
+            rows.append(row.index_put((targets,), s * is_trained))
         logps, entropies, correct = rows if len(rows) == 3 else (rows[0], None, None)
         if torch.is_grad_enabled():
             if nll_weights is not None:
@@ -193,7 +194,7 @@ class FlatModel(nn.Module):
                 entropies = without_gradient(entropies, states, why)
         if map_logits is not None:
             mapped = lm_head.map_logits(inner, predicting, targets, map_logits, temperature)
-            factors = counts.to(mapped.dtype)
+            factors = is_trained.to(mapped.dtype)
             mapped = mapped * factors.view(-1, *[1] * (mapped.dim() - 1))
         return Output(
             logps,
@@ -231,14 +232,14 @@ class FlatModel(nn.Module):
             options["output_router_logits"] = True
         previous = batch.get("previous")
         first = None  # of each token of the row, its first place in a row without sharing
-        longest_alike = self.hybrid.max_unscaled_length if self.hybrid else math.inf
+        # In longer sequences a shared prefix has different states in each of them.
+        longest_shared = self.hybrid.max_unscaled_length if self.hybrid else math.inf
         if padding_matters(self):
-            longest_alike = 0
-        if batch.get("token_map") is not None and max(batch["lengths"]) > longest_alike:
-            # a shared prefix has different states in each sequence
+            longest_shared = 0
+        if batch.get("token_map") is not None and max(batch["lengths"]) > longest_shared:
             batch, first = hybrids.unshared(batch)
             if previous is not None:
-                previous = first[batch["targets"]] - 1
+                previous = first[batch["targets"]] - 1  # the left neighbour, without sharing
         call = self._call_padded if self.padded else self._call_flat
         choices = []
         with self.experts.recording_choices(choices) if recording else contextlib.nullcontext():

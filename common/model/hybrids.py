@@ -58,7 +58,8 @@ class Hybrid:
 
     @property
     def max_unscaled_length(self) -> float:
-        """The length up to which all sequences have the same positions."""
+        """The length up to which all sequences have the same rotary frequencies; inf without such
+        layers."""
         return min(map(_original_length, self.rotaries), default=math.inf)
 
 

@@ -28,8 +28,8 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# On a GPU, Inductor would choose between two ways to reduce by the number of tokens, and compile a graph for
-# each range of it.
+# Otherwise Inductor picks one of two kernels for reductions by the number of tokens on a GPU, and compiles a
+# graph for each range of it.
 COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
 
 
@@ -159,7 +159,7 @@ def load_pretrained(
     merged into its base.
 
     Its weights have args.dtype whatever the files hold: small updates vanish in bfloat16 weights ("auto": as
-    in the files, but float32 for float16, which gradients leave). vocab_size: the number of token ids that
+    in the files, but float32 for float16, whose range gradients leave). vocab_size: the number of token ids that
     the tokenizer can produce; a smaller embedding grows to it. revision: for a model other than
     args.model_name_or_path. device: where a model is quantised, and stays (--load_in_4bit, --load_in_8bit).
     """
@@ -255,8 +255,8 @@ def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
 
 
 def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
-    """Extend the embedding and the head to at least vocab_size rows. Rows of zeros below that, into which new
-    tokens have moved, become the mean of the others, about as those that are added."""
+    """Extend the embedding and the head to at least vocab_size rows. Rows of zeros below that
+    (padding that new tokens now use) become the mean of the others, much like the rows that are added."""
     known = lm.get_input_embeddings().weight.shape[0]
     if vocab_size > known:
         say(f"model: the embedding grows from {known} to {vocab_size} tokens")

@@ -69,7 +69,8 @@ def add_lora(
     base = model.lm.config._name_or_path
     if start is not None and new_tokens:
         raise UserError(
-            f"the adapter {start} knows nothing of {len(new_tokens)} of the tokens: merge it (tools.merge_lora) first"
+            f"the adapter {start} was trained without {len(new_tokens)} of the tokenizer's tokens: merge it first "
+            "(tools.merge_lora)"
         )
     try:
         if checkpoint is None and start is None:
@@ -170,8 +171,8 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
 
 
 def _check_targets(lm: nn.Module, targets: list[str], unfit: Sequence[str]) -> None:
-    """Raise UserError for a target that no layer has, which peft passes over beside others, or that does not
-    fit."""
+    """Raise UserError for a target that no layer has (peft ignores it if another one matches), or whose layer
+    cannot take an adapter."""
     kind = type(lm).__name__
     names = [f".{name}" for name, _ in [*lm.named_modules(), *lm.named_parameters()]]
     for target in targets:
@@ -184,7 +185,7 @@ def _check_targets(lm: nn.Module, targets: list[str], unfit: Sequence[str]) -> N
 def import_peft(needed_for: str) -> ModuleType:
     # peft imports bitsandbytes, which warns about a kernel that is not needed
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # one that transformers gives to peft; and one of peft, about a pattern for which it has another one
+    # a warning of transformers that peft causes, and one of peft about pattern keys without a match
     warnings.filterwarnings("ignore", ".*(is_gradient_checkpointing|_pattern keys did not match)")
     try:
         import peft
@@ -228,7 +229,7 @@ def _rows_to_train(lm: nn.Module, new_tokens: Sequence[int]) -> dict[str, list[i
     head = lm.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise UserError(
-            f"{len(new_tokens)} new tokens: of the head of {type(lm).__name__}, which has a bias, peft trains no rows"
+            f"{len(new_tokens)} new tokens: the head of {type(lm).__name__} has a bias, so peft cannot train its rows"
         )
     is_tied = head.weight is embedding.weight
     rows = {}

@@ -15,12 +15,13 @@ from torch import nn
 def make_optimizer(
     args: CommonArgs, model: nn.Module, extra_lr_multiplier: float = 1.0
 ) -> torch.optim.Optimizer:
-    """The optimizer of --optim for the trained parameters, with weight decay on matrices only.
+    """The optimizer of --optim for the trained parameters, with weight decay on those of two or
+    more dimensions.
 
     AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); adamw_8bit: 8-bit moments, by bitsandbytes; muon: Muon
     for the matrices (Jordan et al. 2024; scaled as in Liu et al. 2025, arXiv 2502.16982, so that AdamW's
     learning rate fits), and AdamW for the rest. extra_lr_multiplier: the learning rate of the modules in
-    model.extra, relative to the others.
+    model.extra, relative to the others; if it is not 1, these modules have no weight decay.
     """
     muon_ids = set(map(id, matrices(model))) if args.optim == "muon" else set()
     extra_ids = set(map(id, model.extra.parameters())) if extra_lr_multiplier != 1 else set()

@@ -27,8 +27,8 @@ def base_dtype(model: FlatModel) -> str:
 
 
 def final_dtype(args: CommonArgs, base: str) -> str:
-    """The dtype of the final model: training uses float32, and a model that was bfloat16 is written in
-    bfloat16. Adapters stay float32."""
+    """The dtype of the final model: bfloat16 with --dtype bfloat16, or else `base`, that of the files that
+    training started from, even where it was trained in float32. Adapters that are not merged stay float32."""
     if args.use_peft and not args.merge_lora:
         return "float32"
     return args.dtype if args.dtype == "bfloat16" else base

@@ -96,8 +96,8 @@ def _probe_rows(lm: nn.Module, longest: int) -> list[Batch]:
 def _short_lengths(lm: nn.Module) -> Iterator[int]:
     """Context that reduces the lengths at which attention changes (windows, chunks, selected keys) to 2 tokens,
     so that a few tokens show whether they reach attention, or exist only as a mask (PhiMoE, Llama 4), which a
-    flat row does not have. Yields the longest of those that stay, 0 without any: of a module with as many
-    weights (DeepSeek-V4's compression)."""
+    flat row does not have. A length that is also a dimension of its module's weights stays as it is
+    (DeepSeek-V4's compression); yields the longest of these, or 0."""
     kept: list[tuple[object, str, int]] = []
     longest = 0
     for owner in (lm.config, lm.config.get_text_config(), *lm.modules()):

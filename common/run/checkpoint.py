@@ -221,7 +221,7 @@ def resume(
         accelerator.load_state(str(checkpoint / "state"))
     else:
         file = checkpoint / "optimizer.pt"
-        with _reading(file, "the optimizer of this model, in tensors alone"):
+        with _reading(file, "the optimizer state of this model, as tensors only"):
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)  # this run's: the weight decay may have changed

@@ -36,7 +36,7 @@ CLASSIFIER = "classifier"  # a reward model
 OWN = ("output_dir", "dataset_cache_dir")  # paths that a run writes to
 HOW_TO_START_OVER = (
     "choose another --output_dir, or start over with --overwrite_output_dir "
-    "(weights alone: --model_name_or_path)"
+    "(to start a new run from these weights: --model_name_or_path)"
 )
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
 
@@ -214,6 +214,7 @@ def resume_point(args: CommonArgs, inputs: dict[str, str]) -> Path | None:
     | no run                              | is new, or resumes from a named checkpoint of another run |
     | any run, and --overwrite_output_dir | the same                                                  |
     | an unfinished run                   | resumes from its newest intact checkpoint                 |
+    | one without an intact checkpoint    | starts again, at step 0 or at the named checkpoint        |
     | a complete run of this length       | ends with SystemExit(0)                                   |
     | a complete run that is to be longer | resumes like an unfinished one                            |
 
@@ -371,8 +372,8 @@ def refuse_changes(args: CommonArgs, inputs: dict[str, str], earlier: Path) -> N
 def model_hash(folder: Path) -> str:
     """A hash of a model folder: weights, configuration, tokenizer.
 
-    Of a large file it covers the first MB and 4 KB of each further MB: another training run changes every
-    tensor.
+    Of a large file it covers the first MB and 4 KB of each further MB. That is enough, because training changes
+    every tensor.
     """
     digest = hashlib.sha256()
     for path in matching(folder, (*WEIGHTS, *MODEL, "*.bin", "*.py", "*.jinja")):

@@ -33,7 +33,7 @@ def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict
     inputs that are known at the start. Refuses misconfigured launches, and locks the output folder."""
     for name, word in words_of(args):
         if name != "alert_webhook" and PASSWORD.search(str(word)):
-            raise UserError(f"--{name}: an address with a password, which the files of the run would show")
+            raise UserError(f"--{name}: an address with a password, which the run would write to its files")
     if args.report_to not in (None, "none", *map(str, get_available_trackers())) and not args.dry_run:
         raise UserError(
             f"--report_to {args.report_to}: pip install it, if it is one of {', '.join(LOGGER_TYPE_TO_CLASS)}"
@@ -107,8 +107,8 @@ def refuse_launch(accelerator: Accelerator) -> None:
                 f"ACCELERATE_USE_{name}={value} has no effect here: expected true or false, and several processes"
             )
     if precision == "fp16" and accelerator.device.type == "cpu":
-        raise UserError("mixed precision fp16 on a CPU is float32 in silence: bf16, or no")
+        raise UserError("mixed precision fp16 on a CPU would silently be float32: choose bf16, or no")
     if precision not in PRECISIONS:
         raise UserError(f"mixed precision {precision}: expected {', '.join(PRECISIONS)}")
     if kind == "FSDP" and not accelerator.is_fsdp2:
-        raise UserError("FSDP in its first version: fsdp_version: 2 in its fsdp_config")
+        raise UserError("FSDP version 1 is not supported: set fsdp_version: 2 in the fsdp_config")

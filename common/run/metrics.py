@@ -23,12 +23,13 @@ from common.sampling.rewards import text_of
 import torch
 from torch import Tensor
 
-# Names that a script's metric must not have: every line has values of these names.
-RESERVED = {"step", "seconds", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second", "mfu"}
-RESERVED |= {"memory_gib", "peak_memory_gib", "bad_steps", "not_finite"}
+# Names that a script's metric must not have: lines of metrics.jsonl have values of their own by these names.
+RESERVED = {"step", "seconds", "cpu_seconds", "grad_norm", "learning_rate", "num_tokens", "tokens_per_second"}
+RESERVED |= {"mfu", "memory_gib", "peak_memory_gib", "bad_steps", "not_finite"}
 STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
-OFF = 0.1  # nats a token between the sampler and the model that it sampled from; bfloat16 rounds by 0.01
+# Nats a token between the log-probabilities at sampling and in training; rounding to bfloat16 gives 0.01.
+OFF = 0.1
 
 
 class Metrics:
@@ -105,7 +106,7 @@ class Metrics:
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
         if name in RESERVED:
-            raise UserError(f"a metric is called {name}, which each line has of its own: call it otherwise")
+            raise UserError(f"a metric is called {name}, as a value that each line has already: rename it")
         _combine(self.window, name, self._pair(total, weight))
 
     def _pair(self, total: float | Tensor, weight: float | Tensor) -> Tensor:
@@ -197,8 +198,8 @@ class Metrics:
         difference = values.get("sampling/logp_difference", 0.0)
         if difference > OFF and "loss" not in self.last:
             say(
-                f"[step {step}] the completions are {difference:.2g} nats a token off the model that sampled them: does a "
-                "call of the model lack the temperature?"
+                f"[step {step}] the completions' log-probabilities differ by {difference:.2g} nats a token from those at "
+                "sampling: is the temperature missing in a call of the model?"
             )
         if "loss" in values and "reward" not in values:  # GRPO's loss is centred on 0
             self._warn_of_spike(step, values["loss"])
@@ -285,8 +286,7 @@ class Metrics:
 
 
 def short(value: float) -> str:
-    """For the console: four digits; 0 for a value that only rounding errors keep from it, as DPO's first
-    rewards."""
+    """For the console: four digits; 0 for rounding errors, below 1e-6, such as DPO's first rewards."""
     return "0" if abs(value) < 1e-6 else f"{value:.4g}"
 
 

@@ -26,7 +26,8 @@ class NonFinite:
         self.still = 0  # steps in a row whose gradient was exactly 0
 
     def check(self, grad_norm: Tensor | None, step: int, window: Window) -> bool:
-        """Whether the optimizer should take the step. If not, the window is written to bad_batches/.
+        """Whether the optimizer should take the step; a window with a number that is not finite is reported
+        and written to bad_batches/.
 
         Looks at what was added to the metrics as "loss", too: grad_norm is None where an engine does not
         return it, and with fp16 an infinite gradient is left to the loss scaler, which skips the step and
@@ -60,7 +61,7 @@ class NonFinite:
             (metrics.output_dir / file).unlink(missing_ok=True)  # of the same step before the run was resumed
             metrics.append(file, self._rows(window))
         else:
-            kept = f"its batch is not kept, as those of {MOST_KEPT} steps are"
+            kept = f"its batch is not kept: those of {MOST_KEPT} other steps are there"
         in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - MOST_BAD, step + 2))
         if in_a_row < MOST_BAD:
             say(f"step {step + 1}: {what}; {kept}")

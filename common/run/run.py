@@ -1,10 +1,11 @@
 """Everything a run needs around its loop: folder, checkpoints, metrics, signals, memory, bad numbers.
 
 A `Run` never calls the model (but for --regression_suite), holds no loop and takes no optimizer step: the
-script does. It calls back one function of the script, in one place (`retry_smaller`), to repeat a window that
-ran out of memory.
+script does. It calls two functions of the script: `gradients`, again for a window that ran out of memory
+(`retry_smaller`), and `also`, if there is one, which writes further files of the final model (`finish`).
 
-Its parts are in one table, by name. Each has those of these methods that it needs:
+Its parts are in the dict `parts`, by name: Metrics, Retry, Progress, the windows, and those of run/parts/.
+Each has those of these methods that it needs:
 
     restore(step, state)        start after so many updates with its state in the checkpoint ({} for a new run)
     state(step) -> dict         its state for trainer_state.json
@@ -198,12 +199,13 @@ class Run:
         now = self.windows.step_size
         before = state.get("step_size", now)
         if before != now:
-            say(f"a step had {before}, now {now}: more skips rows, fewer repeats some (but in a stream)")
+            effect = "a larger step skips rows, a smaller one repeats some (a stream continues in its place)"
+            say(f"a step had {before}, now {now}: {effect}")
         versions = machine(self.accelerator)["versions"]
         for library, version in state.get("versions", {}).items():
             new = versions.get(library, version)
             if new != version:
-                say(f"{library} was {version}, now {new}: the run goes on, and may round otherwise")
+                say(f"{library} was {version}, now {new}: the run continues; results may differ by rounding")
 
     def keep(self, name: str, kept: T) -> T:
         """Save the object's `state_dict()`, or the dict itself, in each checkpoint; if the run resumes,
@@ -304,7 +306,7 @@ class Run:
         if self.save_wanted and can_save:
             self._save(step)
         if request == "stop":
-            self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command goes on")
+            self.metrics.event("stopped", step, f"by {self.signals.reason}; the same command resumes it")
             self._each("close")
             self.signals.leave(step)
         return step == self.last_step or (self.best is not None and self.best.stops(step))
@@ -346,7 +348,8 @@ class Run:
 
     def is_finite(self, grad_norm: Tensor | None, window: Window) -> bool:
         """Whether to take the step: the gradient's norm and the window's "loss" in `metrics` are finite on
-        every process. If not, that is reported and counted, and the window written to bad_batches/."""
+        every process (fp16: always, because the loss scaler skips steps). A window that is not is reported,
+        counted, and written to bad_batches/."""
         return self.nonfinite.check(grad_norm, self.step, window)
 
     def log(self, step: int, window: Window, **values: float | Tensor | None) -> None:

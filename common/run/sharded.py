@@ -1,5 +1,5 @@
-"""FSDP2 and DeepSpeed: their settings, and FSDP2's part of a checkpoint: each process its shards, for any
-number of them.
+"""FSDP2 and DeepSpeed: their settings, and FSDP2's part of a checkpoint. Each process writes its shards;
+any number of processes can load them.
 
 The optimizer is always in shards. With `fsdp_state_dict_type: SHARDED_STATE_DICT` in the accelerate config so
 are the weights: no process then gathers the model while it trains. Such a checkpoint becomes a model that

@@ -22,7 +22,7 @@ EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
 
 # Numeric requests of processes; the run does the largest one.
 SAVE = 1
-STOPS = {2: "--max_hours", 3: "the end of its launcher", 4: "SIGINT", 5: "SIGTERM", 6: "SIGHUP"}
+STOPS = {2: "--max_hours", 3: "its launcher's end", 4: "SIGINT", 5: "SIGTERM", 6: "SIGHUP"}
 SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
     SIGNALS |= {signal.SIGHUP: 6, signal.SIGUSR1: SAVE}
@@ -79,7 +79,7 @@ class Signals:
 
     def leave(self, step: int) -> None:
         """End the process with exit code 75, after a save at this step."""
-        say(f"stopped at step {step} by {self.reason}; the same command goes on")
+        say(f"stopped at step {step} by {self.reason}; the same command resumes it")
         self.accelerator.wait_for_everyone()
         self.accelerator.end_training()
         self.close()
@@ -116,7 +116,8 @@ class Clock:
         self.max_seconds = args.max_hours * 3600 if args.max_hours is not None else None
         self.save_after = args.save_minutes * 60 if args.save_minutes is not None else None
         self.last_call = 0.0  # of `due`
-        self.longest = 0.0  # seconds between two calls: a step, with its evaluation
+        # Seconds between two calls: a step (in GRPO all those of a rollout), an evaluation, a save.
+        self.longest = 0.0
         self.saved_at = time.monotonic()
         # A guess, until one has been measured.
         self.save_seconds = min(60.0, 0.05 * (self.max_seconds or 0.0))

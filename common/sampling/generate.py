@@ -100,6 +100,7 @@ def sample(
     check_positions(model, max(lengths, default=0), "the length of the prompts")
     longest = 0  # tokens of a prompt and its completion
     for i, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
+        # the last token is sampled and never read: it needs no position
         limits[i] = min(limit, num_positions(model) - length + 1)
         longest = max(longest, length + limits[i])
     method = choose_method(model, longest)
@@ -112,6 +113,7 @@ def sample(
         while waiting:
             members = waiting[:batch_size]
             if method.equal_lengths:
+                # still the first ones of `waiting`, which is sorted by length
                 members = [i for i in members if lengths[i] == lengths[members[0]]]
             distinct, owner = distinct_prompts([prompts[i] for i in members])
             member_keys = [keys[i] for i in members]
@@ -150,7 +152,8 @@ def choose_method(model: FlatModel, longest: int) -> SamplingMethod:
     flat = SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
     if not model.padded and not model.hybrid:
         return flat
-    # The layers have a cache of their own; or cached entries would have the positions of a shorter sequence.
+    # No cache can be used: the layers keep one of their own, or its entries would have the positions of a
+    # shorter sequence.
     if cache_name(model) is None or (model.hybrid and longest > model.hybrid.max_unscaled_length):
         return SamplingMethod(partial(WholeDecoder, model), FLAT)
     if not model.padded and not mixers_of(model):
@@ -268,7 +271,7 @@ def _sample_batch(
         logps[rows, t] = tokens_logps
         if t + 1 == max_new_tokens:
             break
-        unfinished &= ~stops[chosen] & (t < last[rows])
+        unfinished &= ~stops[chosen] & (t < last[rows])  # rows that are finished go on until they are dropped
         if t % check_every == check_every - 1:
             keep = unfinished.cpu().numpy()
             if not keep.any():
@@ -340,7 +343,7 @@ class FlatDecoder:
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         self.cache.advance()
-        self.position += 1
+        self.position += 1  # in place: a CUDA graph reads this memory
         if self.graph is None:
             return self._next(tokens)
         return self.graph(self._next, tokens, self.cache.version)

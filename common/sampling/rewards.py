@@ -33,8 +33,8 @@ RewardFunction = Callable[..., list[float | None]]
 Completion = str | list[dict[str, Any]]  # as passed to reward functions
 REWARD_SECONDS = 600.0  # allowed for the call of a reward function, and for the import of its file
 LARGEST = 1e15  # largest reward: its square is finite in float32
-# A minus belongs to the number unless it follows one (10-3, pages 3-5); commas only between groups of three
-# digits.
+# A minus belongs to the number unless it follows a digit, a letter or ")" (10-3, x-3, pages 3-5); commas only
+# between groups of three digits.
 NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)])-)?(?:(?<!\d)\d{1,3}(?:,\d{3})+(?!,?\d)|\d+|(?<![\w.])(?=\.\d))(?:\.\d+)?"
 )
@@ -262,7 +262,7 @@ def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
     for name in GIVEN:
         if name in columns:
             raise UserError(
-                f"the rows have a column {name}, a name of what a reward gets by itself: --columns its_{name}={name}"
+                f"the rows have a column {name}, but every reward gets an argument of this name: --columns its_{name}={name}"
             )
     there = f"the rows have {', '.join(columns) or 'none'}"
     for reward in rewards:
@@ -383,7 +383,7 @@ def load_reward_model(name: str, device: torch.device) -> Callable[..., list[flo
         # False rather than unset: transformers would prompt for running the model's own code.
         load = AutoModelForSequenceClassification.from_pretrained
         model, info = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
-        # The missing keys of an adapter are among its own: the head must be its own, or its base's.
+        # An adapter's missing keys say nothing of the head: it has to be its own, or its base's.
         outside = [name for name, _ in model.named_modules() if not name.startswith(model.base_model_prefix)]
         has_own_head = "modules_to_save" in str(outside)
         base_has_head = "SequenceClassification" in str(model.config.architectures)

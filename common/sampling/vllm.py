@@ -155,15 +155,19 @@ class RolloutServers:
                 "--rollout_server: with --top_k or --top_p vLLM has no log-probabilities at this --temperature"
             )
         name = lm.config._name_or_path or "MODEL"
-        self.start = f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000"
-        self.start += f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
+        self.start_hint = (
+            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000"
+        )
+        self.start_hint += (
+            f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
+        )
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.failed = {}  # {url: why} of those that are left out, until the next push
         self.background = ThreadPoolExecutor(1)  # one rollout after another
         self.running = []
         self.synced = None  # the step whose weights the servers have
         self.version = ""  # of these weights
-        self.run = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
+        self.run_id = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         # {url: (its answer to the probe when that last changed, our log-probabilities then)}
         self.probes = {}
         dtypes = on_main_process(accelerator, lambda: {self._check(url) for url in self.urls})
@@ -191,11 +195,11 @@ class RolloutServers:
             room = int(model["max_model_len"])
         except (ServerFault, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"--rollout_server {url} does not answer as vLLM 0.32 in development mode does ({error}): {self.start}"
+                f"--rollout_server {url} does not answer as vLLM 0.32 in development mode does ({error}): {self.start_hint}"
             ) from None
         if room < self.longest or mode not in self.modes or generation != "vllm":
             flags = f"--max-model-len {room} --generation-config {generation} --logprobs-mode {mode}"
-            raise UserError(f"--rollout_server {url} was started with {flags}: {self.start}")
+            raise UserError(f"--rollout_server {url} was started with {flags}: {self.start_hint}")
         return dtype
 
     # --- weights --------------------------------------------------------------------------------------------
@@ -208,7 +212,7 @@ class RolloutServers:
         wait(self.running)  # a rollout uses one set of weights; its errors are raised where it is awaited
         self.running.clear()
         path = self.folder / f"step-{step}"
-        self.version = f"{step}-{self.run}"
+        self.version = f"{step}-{self.run_id}"
         self.synced = step
         self._write(path)
         random = np.random.default_rng(0)
@@ -367,7 +371,7 @@ class RolloutServers:
         if not left:
             reasons = "; ".join(f"{url}: {reason}" for url, reason in self.failed.items())
             raise OutsideError(
-                f"--rollout_server: none is left ({reasons}): {self.start}; then the same command goes on"
+                f"--rollout_server: none is left ({reasons}): {self.start_hint}; then the same command resumes the run"
             )
         return left
 

@@ -237,7 +237,7 @@ def test_variables_of_a_template_are_numbers_and_truths_where_they_look_so(value
 def test_thinking_opened_for_samples_only_is_refused():
     """Its answers would be trained after another header than they are sampled after; the remedies work."""
     tokenizer = copy.deepcopy(make_tokenizer(R1))
-    with pytest.raises(BadRow, match="header begins a thought.*--chat_template chatml"):
+    with pytest.raises(BadRow, match="generation prompt begins a thought.*--chat_template chatml"):
         tokenize_messages(CHAT, tokenizer)
     tokenizer.chat_template = CHATML
     assert len(check_as_sampled(CHAT, tokenizer)) == 2
@@ -256,7 +256,7 @@ def test_no_answer_has_two_thoughts(template):
     inside = A | {"content": f"<think>{THOUGHT}</think>It is 2."}
     for answer in (thinking(A), inside):
         with pytest.raises(
-            BadRow, match="a thought of its own.*--columns unused=reasoning_content; or .*chatml"
+            BadRow, match="a thought of its own.*--columns unused=reasoning_content, or .*chatml"
         ):
             tokenize_messages([U, answer], tokenizer)
     assert tokenize_messages([U, inside], make_tokenizer(CHATML))
@@ -522,7 +522,9 @@ def test_turns_that_are_not_trained_are_context():
     ):
         (sequence,) = tokenize_messages(chat, tokenizer, **options)
         assert trained(sequence, tokenizer) == ["<think>\n\n</think>\n\n4\n\nYes, 4.<|im_end|>"]
-    with pytest.raises(BadRow, match="other tokens in the whole chat: --train_on all_turns"):
+    with pytest.raises(
+        BadRow, match="other tokens in the whole chat than on its own: use --train_on all_turns"
+    ):
         tokenize_messages([U, A | {"train": False}, *CHAT[2:]], tokenizer, train_on="everything")
 
 

@@ -134,7 +134,7 @@ def test_a_row_of_several_documents_has_no_number_of_one(tmp_path):
     """It would count for its neighbours, too."""
     train = load(tmp_path, [{"i": 0, "n": 5, "start": 0}], encode=documents)
     with pytest.raises(
-        UserError, match="a row holds several documents, so one number for each, document, has"
+        UserError, match="a row holds several documents, so one number for each .document. has"
     ):
         chunk(train, 4)
 

@@ -127,6 +127,7 @@ def test_chats_may_be_json_text_in_any_column():
         assert as_preference(given | {"system": S["content"]}) == pair | {"prompt": [S, U]}
     whole = {"chosen": [U, *pair["chosen"]], "rejected": [U, *pair["rejected"]], "prompt": U["content"]}
     assert as_preference(whole | {"system": S["content"]}) == pair | {"prompt": [S, U]}
+    assert as_preference(whole | {"prompt": [S, U]}) == pair | {"prompt": [S, U]}
     assert as_prompt({"prompt": text([U])})["prompt"] == [U]
     assert as_chat({"prompt": text([U]), "completion": text([A])})["messages"] == [U, A]
     for prompt in ("[{1}]", '[{"a": 1}]'):  # text that looks like it, and text that is other JSON

@@ -246,7 +246,7 @@ def test_a_head_with_a_bias_cannot_train_single_rows():
     config = transformers.PhiConfig(**{**SIZE, "num_key_value_heads": 4})
     lm = transformers.AutoModelForCausalLM.from_config(config)
     grow_embedding(lm, V + 2)
-    with pytest.raises(UserError, match="2 new tokens: of the head of PhiForCausalLM"):
+    with pytest.raises(UserError, match="2 new tokens: the head of PhiForCausalLM has a bias"):
         add_lora(CommonArgs(**ARGS), wrap(lm), new_tokens=[V, V + 1])
 
 

@@ -124,7 +124,7 @@ def test_a_full_disk_costs_one_checkpoint(place, tiny, tmp_path, monkeypatch, ca
         patch.setattr(target, name, fault)
         assert not save(tiny, tmp_path, 6, limit=1)
         if place == "model":
-            with pytest.raises(UserError, match="cannot be written.*the same command goes on"):
+            with pytest.raises(UserError, match="cannot be written.*the same command resumes"):
                 export(CommonArgs(output_dir=str(tmp_path)), tiny.accelerator, tiny.model, tiny.tokenizer)
     said = capsys.readouterr().out.splitlines()
     assert (

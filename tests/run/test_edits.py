@@ -167,7 +167,7 @@ def test_a_forgotten_temperature_is_said(is_forgotten, launch, capsys, monkeypat
         "regex:[aeo]",
         "exact_number",
     )
-    assert capsys.readouterr().out.count("does a call of the model lack the temperature?") == is_forgotten
+    assert capsys.readouterr().out.count("is the temperature missing in a call of the model?") == is_forgotten
 
 
 def test_weights_of_another_shape_name_their_metric(tmp_path):
@@ -178,7 +178,7 @@ def test_weights_of_another_shape_name_their_metric(tmp_path):
     assert metrics.window_mean("of_all") == 2.0
 
 
-@pytest.mark.parametrize("name", ["step", "grad_norm", "learning_rate"])
+@pytest.mark.parametrize("name", ["step", "grad_norm", "learning_rate", "cpu_seconds"])
 def test_a_metric_does_not_take_the_place_of_a_lines_own(name, tmp_path):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     for add in (metrics.add, metrics.add_sum):

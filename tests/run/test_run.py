@@ -68,7 +68,7 @@ def test_what_fails_outside_costs_at_most_a_rollout(step, saved, launch, monkeyp
 
 
 def test_a_reward_that_fails_costs_no_step(launch, tmp_path):
-    """The updates before are saved, and the same command goes on once the function is mended."""
+    """The updates before are saved, and the same command resumes the run once the function is mended."""
     file, calls = tmp_path / "mine.py", tmp_path / "calls"
     source = f"""
     def mine(completions, **columns):

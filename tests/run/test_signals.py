@@ -66,7 +66,7 @@ def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, mon
     # With --save_steps 3; GRPO's pending checkpoint of step 3 is written between rollouts, at 4.
     before = [] if step <= 3 else [4] if stage == "grpo" else [3]
     assert [folder.name for folder in checkpoints(stopped)] == [f"checkpoint-{n}" for n in [*before, step]]
-    line = f"stopped at step {step} by SIGTERM; the same command goes on\n"
+    line = f"stopped at step {step} by SIGTERM; the same command resumes it\n"
     assert line in capsys.readouterr().out
     resumed = launch(stage, *words, output="stopped")
     assert read_metrics(resumed) == read_metrics(whole) and same_weights(resumed, whole)
@@ -109,7 +109,7 @@ def test_a_run_whose_launcher_was_killed_stops(tmp_path, token_cache):
         [child] = psutil.Process(run.process.pid).children()
         run.process.kill()
         child.wait(30)
-        assert checkpoints(run.output) and "by the end of its launcher" in run.log.read_text()
+        assert checkpoints(run.output) and "by its launcher's end" in run.log.read_text()
 
 
 def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):

@@ -1,2 +1,2 @@
-"""What listens to a run (see the table in run.py): each has those of `restore`, `state`, `on_step`, `on_event`,
-`on_log` and `close` that it needs; and what a run reports of itself."""
+"""Parts of a run that listen to it (alerts, best, regression, report, trackers; their methods are in run.py),
+and two modules that are none: mfu and hub."""

@@ -19,7 +19,7 @@ from common.args import CommonArgs
 from common.errors import SECRETS, UserError, hidden, is_first, say
 
 ADDRESS = re.compile(r"https?://([a-z\d.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!-~]*)?", re.I | re.ASCII)
-EVENTS = ("finished", "stopped", "died", "spike", "bad", "memory", "regression")  # of a run's that are sent
+EVENTS = ("finished", "stopped", "died", "spike", "bad", "memory", "regression")  # the kinds that are sent
 OFTEN = ("spike", "bad")  # events that may come at every step
 PAUSE = 300.0  # seconds between two alerts of these
 WAITS = (0.0, 1.0, 3.0)  # seconds before each attempt
@@ -91,13 +91,13 @@ class Alerts:
 
 
 def post(url: str, alert: dict[str, Any]) -> str:
-    """Make one attempt. Returns why the alert could not be delivered, or ""; never the address, as some
-    exceptions do."""
+    """Make one attempt. Returns why the alert could not be delivered, or "". The text of an exception may hold
+    the address, so it is not returned."""
     headers = {"Content-Type": "application/json", "User-Agent": "plainloop"}
     request = urllib.request.Request(url, json.dumps(alert).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            # to where urllib then only asks, without the alert
+            # After a redirect urllib sends a GET without the alert: nothing was delivered.
             return "" if answer.url == url else "it redirects"
     except Exception as error:
         return (

@@ -42,9 +42,9 @@ class Best:
         self._before = (self.value, self.step, self.values)  # of the best evaluation before that
 
     def update(self, step: int, values: dict[str, float]) -> bool:
-        """Record an evaluation; returns whether it is the best so far. Evaluations of --regression_suite, at
-        steps of their own, are ignored unless they have the metric, and the others if they do. The values,
-        and so the decisions, are the same on every process."""
+        """Record an evaluation; returns whether it is the best so far. For a metric of --regression_suite only
+        the suite's evaluations count, which have steps of their own; for any other one only the others. The
+        values, and so the decisions, are the same on every process."""
         values = {_full(name): value for name, value in values.items()}
         is_of_suite = any(name.startswith(SUITE) for name in values)
         if self.name.startswith(SUITE) != is_of_suite:

@@ -1,6 +1,7 @@
 """The model card (README.md of an output folder), and pushing a model and its card to the Hub.
 
-A card holds numbers and names of the Hub, and no text of the user's: nothing private can stand in it.
+A card holds numbers, names of the Hub, and the script's name without "train_". It holds no other text of the
+user's: no paths, prompts, or names of functions or groups.
 """
 
 import json
@@ -25,8 +26,8 @@ TIMEOUT = 300  # seconds without an answer from the Hub
 MARK = "<!-- written by Plainloop; without this line the card stays as it is -->"
 TEXT = """# A language model, after {stage}
 
-Trained from {base}. Nothing else was measured than what is written here: no truthfulness, safety or bias. The license
-follows from those of the data and of the model that it was made of.
+Trained from {base}. Only what is listed here was measured: truthfulness, safety and bias were not. The license depends on
+those of the training data and of the base model.
 
 ## Results
 
@@ -156,7 +157,7 @@ def patterns_to_send(folder: Path) -> list[str]:
 
 
 def push_at_end(args: CommonArgs) -> None:
-    """--push_to_hub: a failure is a line, and no reason to lose a finished run."""
+    """--push_to_hub: a failure is only printed, so that it does not cost a finished run."""
     say(f"sending {args.output_dir} to the Hub as {args.hub_model_id}")
     try:
         say(f"it is at {push(Path(args.output_dir), args.hub_model_id)}")

@@ -39,7 +39,7 @@ SCRIPTS = (
     "page",
 )
 SECONDS = 20  # between two pages, if nothing was evaluated
-SHARE = 50  # a page is written after at least so many times the time that the last one took
+SHARE = 50  # least time to the next page, in times what the last one took to write
 POINTS = 800  # of a curve
 NUMBERS = 145_000  # in all curves of a page, about ten bytes each
 # The most that is shown:
@@ -86,8 +86,8 @@ Row = dict[str, Any]
 
 
 class Report:
-    """The page of a running run, in its output folder: a part of a `Run`. A page that cannot be written is a
-    line, and does not stop the run."""
+    """The page of a running run, in its output folder: a part of a `Run`. If it cannot be written, a line says
+    so, and the run continues."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
