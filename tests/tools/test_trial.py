@@ -457,6 +457,7 @@ def test_the_page_draws_verdicts_diffs_curves_and_prompts(fake, tmp_path):
 # --- real runs ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trial_of_real_runs(tmp_path):
     copy = ROOT / "train_sft.py"
     mine = tmp_path / "train_mine.py"
