@@ -314,7 +314,8 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _readable(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.glob("*") if kind(file) in SUFFIXES)
+    # macOS puts a hidden file ._data.jsonl beside data.jsonl, which is none of the kind that its name says
+    return sorted(file for file in folder.glob("[!.]*") if kind(file) in SUFFIXES)
 
 
 def _starts_with(names: list[str], file: Path) -> bool:

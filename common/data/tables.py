@@ -30,6 +30,9 @@ def _read_csv(path: Path, delimiter: str) -> Iterator[dict[str, Any]]:
     """The records of a table whose first line has the column names."""
     csv.field_size_limit(MAX_FIELD)
     table = csv.DictReader((text for _, text in lines(path)), delimiter=delimiter, strict=True)
+    names = [name for name in table.fieldnames or () if name]
+    if len(set(names)) < len(names):
+        raise UserError(f"{path}:1: several columns have one name: {', '.join(names)}")
     for columns in table:
         if None in columns:
             raise UserError(

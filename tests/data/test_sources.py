@@ -107,7 +107,7 @@ def test_an_evaluation_split_has_the_names_of_the_datasets_library(name, flags, 
 
 
 def test_notes_are_no_data(tmp_path):
-    for name in ("LICENSE-MIT.txt", "README_zh.txt", "dataset_info.json", "stats.json"):
+    for name in ("LICENSE-MIT.txt", "README_zh.txt", "dataset_info.json", "stats.json", "._chats.jsonl"):
         (tmp_path / name).write_text("Permission is granted.")
     numbered(tmp_path / "data" / "train_2.jsonl", 2)
     numbered(tmp_path / "data" / "test.jsonl", 1)
@@ -227,6 +227,7 @@ def test_a_missing_source_is_named(tmp_path, name):
         ("a.csv", b'text\n"a\nb"\ncaf\xe9\n', "a.csv:4"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl:1"),
         ("a.csv", b"text\na\nb,c\n", "a.csv:3"),
+        ("a.csv", b"text,n,text\na,1,b\n", "a.csv:1: several columns"),
         ("a.csv", b'text\na\n"b\nc\n', "a.csv"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:20], "a.jsonl.gz"),
