@@ -94,10 +94,11 @@ def test_an_exception_on_one_process_ends_both_with_its_traceback(change, rank, 
 
 def test_completions_that_end_at_once_on_one_process_and_never_on_the_other(two):
     change = """
-sample = script.sample
+from common.sampling import sampler
+sample = sampler.sample
 def uneven(model, prompts, keys, **options):
     return sample(model, prompts, keys, stop_ids=list(range(512)) if RANK == 0 else [], **options)
-script.sample = uneven
+sampler.sample = uneven
 """
     run, output, _ = two("grpo", [*GRPO, "--beta", "0.04", "--num_iterations", "2"], change)
     assert run.returncode == 0, run.stderr[-4000:]
