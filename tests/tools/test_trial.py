@@ -290,6 +290,7 @@ def test_complete_runs_are_taken_and_more_seeds_added(fake):
     )
 
 
+@pytest.mark.slow
 def test_budgets_are_equal(fake):
     """A step takes 100 tokens, 2 s and 3 CPU s here, on the other side 400 tokens."""
     sides = ["train_fake.py", "train_fake.py --tokens 400"]
