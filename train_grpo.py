@@ -43,7 +43,7 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator
+from common.processes import Accelerator, own_share
 from common.run import Run
 from common.sampling import (
     Reward,
@@ -223,7 +223,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     """
     num_windows = args.steps_per_generation
     size = len(completions) // num_windows  # completions of a window, of all processes
-    share = size // accelerator.num_processes
+    own = own_share(accelerator, size)
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(len(c.ids)) for c in completions])
     run_all = args.beta > 0 or args.entropy_coef != 0
@@ -245,7 +245,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             sequence = as_sequence(c, weights[i].item())
             examples.append([sequence])
             is_trained = c.counted and (run_all or sequence["advantage"].any())
-            if is_trained and i // share == accelerator.process_index:
+            if is_trained and i in own:
                 mine.append(i)
         micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
         windows.append(Window(accelerator, examples, [part.tolist() for part in micro_batches]))

@@ -35,7 +35,7 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.lm_head import logits_of
 from common.model.reference import Reference, load_frozen
-from common.processes import Accelerator
+from common.processes import Accelerator, own_share
 from common.run import Run
 from common.sampling import RolloutSchedule, Sampler, load_sampler, sample_shared
 import numpy as np
@@ -221,8 +221,7 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
             "sampled": on_completion * c.sampled,
         }
         examples.append([sequence])
-    share = len(examples) // accelerator.num_processes
-    mine = range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+    mine = own_share(accelerator, len(examples))
     micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
     return Window(accelerator, examples, [part.tolist() for part in micro_batches])
 

@@ -49,7 +49,7 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, group_advantages, grpo_loss, grpo_token_weights
 from common.model import disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator
+from common.processes import Accelerator, own_share
 from common.run import Run
 from common.sampling import Reward, load_rewards, load_sampler, score_shared
 import numpy as np
@@ -224,7 +224,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     in the denominators, but is not run through the model, unless a threshold over all completions is needed.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
-    share = size // accelerator.num_processes
+    own = own_share(accelerator, size)
     thresholds = args.importance_correction == "sequence_mask" or args.top_entropy_quantile < 1
     run_all = args.beta > 0 or args.entropy_coef != 0 or thresholds
     windows = []
@@ -242,7 +242,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             }
             examples.append([sequence])
             is_trained = c.counted and (run_all or sequence["advantage"].any())
-            if is_trained and i // share == accelerator.process_index:
+            if is_trained and i in own:
                 mine.append(i)
         micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
         windows.append(Window(accelerator, examples, [part.tolist() for part in micro_batches]))

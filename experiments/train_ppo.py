@@ -40,7 +40,7 @@ from common.evaluate import complete_prompts, load_eval_prompts
 from common.losses import combine_rewards, grpo_loss
 from common.model import Output, disable_dropout, load_model, load_tokenizer, make_optimizer, schedule, set_lr
 from common.model.reference import load_reference
-from common.processes import Accelerator, gather_lists
+from common.processes import Accelerator, gather_lists, own_share
 from common.run import Run
 from common.sampling import (
     Reward,
@@ -192,8 +192,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     The reward of a completion is on its last token.
     """
     size = len(completions) // args.steps_per_generation  # completions of a window, of all processes
-    share = size // accelerator.num_processes
-    mine = range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+    mine = own_share(accelerator, size)
     micro_batches = [part.tolist() for part in np.array_split(mine, args.gradient_accumulation_steps)]
     windows = []
     for first in range(0, len(completions), size):

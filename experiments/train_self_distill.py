@@ -47,7 +47,7 @@ from common.model import disable_dropout, load_model, load_tokenizer, make_optim
 from common.model.flat_model import check_positions
 from common.model.lm_head import logits_of
 from common.model.reference import Reference, load_frozen
-from common.processes import Accelerator
+from common.processes import Accelerator, own_share
 from common.run import Run
 from common.sampling import RolloutSchedule, Sampler, load_sampler, sample_shared
 import numpy as np
@@ -222,8 +222,7 @@ def make_window(completions: list[Completion], args: Args, accelerator: Accelera
             "place": place,
         }
         examples.append([sequence])
-    share = len(examples) // accelerator.num_processes
-    mine = range(accelerator.process_index * share, (accelerator.process_index + 1) * share)
+    mine = own_share(accelerator, len(examples))
     micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
     return Window(accelerator, examples, [part.tolist() for part in micro_batches])
 

@@ -391,7 +391,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     """
     num_windows = args.steps_per_generation
     size = len(completions) // num_windows  # completions of a window, of all processes
-    share = size // accelerator.num_processes
+    own = own_share(accelerator, size)
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
     run_all = args.beta > 0 or args.entropy_coef != 0
@@ -421,7 +421,7 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
             }
             examples.append([sequence])
             is_trained = c.counted and (run_all or sequence["advantage"].any())
-            if is_trained and i // share == accelerator.process_index:
+            if is_trained and i in own:
                 mine.append(i)
         micro_batches = np.array_split(mine, args.gradient_accumulation_steps)
         windows.append(Window(accelerator, examples, [part.tolist() for part in micro_batches]))

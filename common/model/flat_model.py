@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class Output(NamedTuple):
     """The output of a FlatModel for a flat row of T tokens; None for what was not requested. With nll_weights
-    of logps, entropy and nll only `nll` has a gradient, and entropy and correct come for free.
+    only `nll` has a gradient, not logps or entropy; entropy and correct then come for free.
 
     A NamedTuple, because FSDP2 and Accelerate look for tensors in a model's return value.
     """
