@@ -282,8 +282,9 @@ def main(args: Args) -> None:
     prompts, held_out = load_prompts(args, encode, tokenizer)
     rewards = load_rewards(args.reward_funcs, accelerator.device)
     weights = args.reward_weights or [1.0] * len(rewards)
-    scored = {"rewards": rewards, "weights": weights}
-    eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=encode, **scored)
+    eval_prompts = load_eval_prompts(
+        args, accelerator, tokenizer, prompts, held_out, encode=encode, rewards=rewards, weights=weights
+    )
     rollouts = RolloutsAhead(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
         accelerator,

@@ -28,7 +28,8 @@ class ModelSampler:
     ) -> list[Sampled]:
         """A completion for each prompt (token ids), a function of its key and the weights; see
         `common.sampling.sample`. changes: settings that differ this time."""
-        return sample(self.model, prompts, keys, **(self.settings | changes))
+        settings = self.settings | changes
+        return sample(self.model, prompts, keys, **settings)
 
     def sync(self, step: int) -> None:
         """Nothing to do: the weights are always those of the step."""
