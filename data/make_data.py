@@ -39,6 +39,7 @@ PRETRAIN_BYTES = {"train": 1_400_000, "validation": 40_000}
 SFT_ROWS = {"train": 2200, "validation": 200}
 DPO_ROWS = {"train": 1400, "validation": 200}
 GRPO_ROWS = {"train": 1280, "validation": 200}
+OPERANDS = range(2, 13)  # of the questions for a real model
 PROMPT_ROWS = {"chat": 200, "zero": 200, "base": 128}
 
 
@@ -519,8 +520,27 @@ def write_prompts(root: Path) -> None:
             write_rows(root / "prompts" / f"{form}_{split}.jsonl", rows)
 
 
+def write_arithmetic(root: Path) -> None:
+    """Questions for a real model. A quarter of the pairs of numbers is held out, in either order."""
+    pairs = [(a, b) for a in OPERANDS for b in OPERANDS if a <= b]
+    shuffle = random.Random("arithmetic").shuffle
+    shuffle(pairs)
+    held_out = len(pairs) // 4
+    for split, some in {"train": pairs[held_out:], "validation": pairs[:held_out]}.items():
+        rows = []
+        for a, b in sorted({*some, *[(b, a) for a, b in some]}):
+            results = {f"{a} plus {b}": a + b, f"{a} times {b}": a * b}
+            if a > b:
+                results[f"{a} minus {b}"] = a - b
+            for words, result in results.items():
+                question = message("user", f"What is {words}? Give only the final answer.")
+                rows.append({"prompt": [question], "answer": str(result)})
+        shuffle(rows)
+        write_rows(root / "arithmetic" / f"{split}.jsonl", rows)
+
+
 def main(root: Path) -> None:
-    for write in [write_pretrain, write_sft, write_dpo, write_grpo, write_prompts]:
+    for write in [write_pretrain, write_sft, write_dpo, write_grpo, write_prompts, write_arithmetic]:
         write(root)
 
 

@@ -22,6 +22,7 @@ GENERATED = [
         for split in ["validation", "test"]
     ),
 ]
+ARITHMETIC = ["arithmetic/train.jsonl", "arithmetic/validation.jsonl"]
 # A story and a working in symbols, one after the other: `has 3 nuts. He finds 2.` and `3+2=5. 5-1=4.` are 3+2
 # and 3+2-1.
 IN_SYMBOLS = [
@@ -73,10 +74,24 @@ def texts_of(name: str) -> list[str]:
 def test_running_the_generator_again_writes_the_same_bytes(tmp_path):
     subprocess.run([sys.executable, str(DATA / "make_data.py"), "--out", str(tmp_path)], check=True)
     written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
-    assert written == set(GENERATED)
-    for name in GENERATED:
+    assert written == {*GENERATED, *ARITHMETIC}
+    for name in written:
         same = (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
         assert same, f"{name} differs from what the generator writes"
+
+
+def test_no_pair_of_numbers_of_the_real_model_is_in_both_splits():
+    pairs = []
+    for name in ARITHMETIC:
+        found = set()
+        for row in read_rows(DATA / name):
+            a, word, b = row["prompt"][0]["content"].removeprefix("What is ").split("?")[0].split()
+            result = {"plus": int(a) + int(b), "minus": int(a) - int(b), "times": int(a) * int(b)}[word]
+            assert row["answer"] == str(result)
+            found.add(frozenset({int(a), int(b)}))
+        pairs.append(found)
+    train, validation = pairs
+    assert train.isdisjoint(validation) and len(train | validation) == 66
 
 
 @pytest.mark.parametrize("name", GENERATED)
