@@ -243,7 +243,7 @@ def main() -> None:
         runs = []
         for side, seed in sides:
             runs.append(grpo(model, side, seed, args.steps or GRPO_STEPS))
-            keep(grpo={"runs": runs})
+            keep(grpo={"runs": runs, "markdown": grpo_table(runs)})
         print(grpo_table(runs))
         curves: dict[str, list[list[list[float]]]] = {}
         for run in runs:

@@ -139,8 +139,14 @@ def report() -> None:
     page.write_text(text, encoding="utf-8")
 
 
+def real() -> list[str]:
+    """What real.py measured."""
+    tables = json.loads((RESULTS / "real.json").read_text())
+    return [table.get("markdown") or markdown(table) for table in tables.values()]
+
+
 def tables_of_the_page() -> dict[str, list[str]]:
-    return {"benchmarks": floors(), "shakespeare": shakespeare()}
+    return {"benchmarks": floors(), "shakespeare": shakespeare(), "real": real()}
 
 
 def main() -> None:

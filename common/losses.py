@@ -3,7 +3,8 @@
 Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the
 tokens before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller
 divides by the size of the whole window (all micro-batches of all processes), so that the gradient does not
-depend on how the window is split.
+depend on how the window is split. Masked cross-entropy is in model/lm_head.py: there its gradient is computed
+with the log-probabilities, and no logits are kept.
 
 Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
 C completions, F reward functions.
@@ -16,19 +17,18 @@ from torch import Tensor
 import torch.nn.functional as F
 
 DPO_LOSS_TYPES = (
-    *(
-        "sigmoid",
-        "sigmoid_norm",
-        "hinge",
-        "ipo",
-        "robust",
-        "exo_pair",
-        "nca_pair",
-        "bco_pair",
-        "apo_zero",
-        "sppo_hard",
-    ),
-    *("simpo", "orpo"),
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "robust",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "apo_zero",
+    "sppo_hard",
+    "simpo",
+    "orpo",
 )
 REFERENCE_FREE = ("simpo", "orpo")
 # those that support a share of flipped pairs
