@@ -35,6 +35,8 @@ REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
+# A completion is compared with its sampler over so many tokens at least: one token may differ by a nat.
+FEW = 8
 
 
 def segment_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -265,7 +267,8 @@ def grpo_loss(
     and per-token metrics, detached, (T,) each: `kl`, if there is a reference, and where the clip takes effect
     below, above, or either (`clip_ratio/low_mean`, `high_mean`, `region_mean`); with sampled_logps
     `sampling/logp_difference` and `_max`, their distance from old_logps, and with importance_cap where w is
-    capped (`sampling/importance_clipped`).
+    capped (`sampling/importance_clipped`), and the mean distance in the token's sequence
+    (`sampling/completion_difference_max`; in one of fewer than 8 tokens the sum / 8).
     """
     trained = (loss_mask != 0).to(logps.dtype)  # a script may put weights into the mask
     log_ratio = (logps - old_logps) * trained
@@ -295,6 +298,10 @@ def grpo_loss(
         stats["sampling/logp_difference"] = stats["sampling/logp_difference_max"] = moved.abs()
         if importance_cap is not None:
             losses = losses * moved.exp().clamp(max=importance_cap)
+            tokens = segment_sum(trained, cu_seqlens).clamp(min=FEW)
+            distances = segment_sum(moved.abs(), cu_seqlens) / tokens  # (S,)
+            of_each_token = distances[segment_ids(cu_seqlens, len(logps))]
+            stats["sampling/completion_difference_max"] = of_each_token
             stats["sampling/importance_clipped"] = (moved.exp() > importance_cap).float()
     if policy_mask is not None:
         losses = losses * policy_mask

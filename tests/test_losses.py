@@ -357,6 +357,8 @@ def test_a_token_weighs_as_its_sampling_ratio(loss_type):
     assert stats["sampling/importance_clipped"].tolist() == [0, 0, 1, 0]
     difference = torch.tensor([0.0, math.log(1.5), math.log(9.0), math.log(4.0)])
     torch.testing.assert_close(stats["sampling/logp_difference"], difference)
+    # three tokens count as eight
+    assert stats["sampling/completion_difference_max"].tolist() == pytest.approx([math.log(54) / 8] * 4)
 
 
 # --- GRPO and its family: recorded --------------------------------------------------------------------------

@@ -98,11 +98,9 @@ class Metrics:
         for name, value in values.items():
             self._add(name, torch.as_tensor(value).detach(), 1.0 / micro_batches)
 
-    def window_mean(self, name: str) -> float:
-        """The mean so far of a metric of the current window, over all processes. Called on every process."""
-        pair = self.window.get(name, self._pair(0.0, 0.0))
-        total, weight = self.accelerator.reduce(pair, "sum").tolist()
-        return total / weight if weight else 0.0
+    def window_means(self) -> dict[str, float]:
+        """The metrics of the current window so far, over all processes. Called on every process."""
+        return _means(self._over_processes(self.window, {}))
 
     def _add(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
         if name in RESERVED:
@@ -126,20 +124,25 @@ class Metrics:
 
     def reduce(self) -> dict[str, list[float]]:
         """{name: [total, weight]} over all processes, including the carry; resets the sums."""
+        carry = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in self.carry.items()}
+        reduced = self._over_processes(self.sums, carry)
+        self.sums = {}
+        self.carry = {}
+        return reduced
+
+    def _over_processes(self, sums: dict[str, Tensor], reduced: dict[str, Tensor]) -> dict[str, list[float]]:
+        """{name: [total, weight]} of `reduced`, and of the sums of all processes."""
         # Processes may have different metrics.
-        names = sorted(set(gather_lists(self.accelerator, list(self.sums))))
-        reduced = {name: torch.tensor(pair, dtype=torch.float64) for name, pair in self.carry.items()}
+        names = sorted(set(gather_lists(self.accelerator, list(sums))))
         if names:
             rows = []
             for name in names:
                 nothing = self._pair(-math.inf if name.endswith("_max") else 0.0, 0.0)
-                rows.append(self.sums.get(name, nothing))
+                rows.append(sums.get(name, nothing))
             table = torch.stack(rows)  # (metrics, 2)
             for of_a_process in self.accelerator.gather(table[None]).cpu().double():
                 for name, pair in zip(names, of_a_process, strict=True):
                     _combine(reduced, name, pair)
-        self.sums = {}
-        self.carry = {}
         return {name: pair.tolist() for name, pair in reduced.items()}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -179,10 +182,7 @@ class Metrics:
 
     def log(self, step: int, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
-        values = {}
-        for name, (total, weight) in self.reduce().items():
-            if weight:
-                values[name] = total / weight
+        values = _means(self.reduce())
         seconds = time.perf_counter() - self.clock
         for name, value in now.items():
             if value is not None:  # DeepSpeed does not return the norm
@@ -288,6 +288,15 @@ class Metrics:
 def short(value: float) -> str:
     """For the console: four digits; 0 for rounding errors, below 1e-6, such as DPO's first rewards."""
     return "0" if abs(value) < 1e-6 else f"{value:.4g}"
+
+
+def _means(sums: dict[str, list[float]]) -> dict[str, float]:
+    """{name: total / weight} of those that have a weight."""
+    means = {}
+    for name, (total, weight) in sums.items():
+        if weight:
+            means[name] = total / weight
+    return means
 
 
 def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:

@@ -51,7 +51,7 @@ class Tolerance(NamedTuple):
     """How far log-probabilities of servers may be off, in nats."""
 
     max_error_probe: float  # on average over a probe
-    max_error_rollout: float  # on average over a rollout
+    max_error_rollout: float  # on average over a rollout, and over each of its completions
     # how far the model must have moved since a server's answer to the probe last changed, to know that the
     # server has old weights
     min_drift: float
@@ -292,9 +292,11 @@ class RolloutServers:
         return ""
 
     def check(self, metrics: Any) -> None:
-        """End the run if a rollout was sampled from a model too far from the trained one. Called on every
-        process, after the gradients of its first window."""
-        error = metrics.window_mean("sampling/logp_difference")
+        """End the run if a rollout, or one completion, was sampled from a model too far from the trained one.
+        Called on every process, after the gradients of its first window."""
+        means = metrics.window_means()
+        error = means.get("sampling/logp_difference", 0.0)
+        error = max(error, means.get("sampling/completion_difference_max", 0.0))
         most = self.tolerance.max_error_rollout
         if error > most:
             raise UserError(
@@ -399,13 +401,14 @@ class RolloutServers:
             logps = choice["logprobs"]["token_logprobs"]
             reason = choice["finish_reason"]
             # a server shortens a prompt that is too long without saying so
-            is_whole = answer["usage"]["prompt_tokens"] == len(prompt) and len(ids) == len(logps)
+            is_whole = choice["prompt_token_ids"] == prompt and len(ids) == len(logps)
             is_known = all(type(i) is int and 0 <= i < self.vocabulary for i in ids)
             is_finite = all(map(math.isfinite, logps))
-            is_ended = reason == "stop" or (reason == "length" and len(ids) == limit)
-            fits = ids and is_whole and is_known and is_finite and is_ended
-        except (KeyError, TypeError, ValueError):
+            is_stopped = reason == "stop" and ids[-1] in stops
+            is_ended = is_stopped or (reason == "length" and len(ids) == limit)
+            fits = is_whole and is_known and is_finite and is_ended
+        except (LookupError, TypeError, ValueError, OverflowError):  # 10**400 is no float
             fits = False
         if not fits:
             raise ServerFault(f"an answer that is no completion of {limit} tokens: {quoted(answer)}")
-        return Sampled(ids, logps, reason == "stop")
+        return Sampled(ids, logps, is_stopped)

@@ -175,7 +175,7 @@ def test_weights_of_another_shape_name_their_metric(tmp_path):
     with pytest.raises(ValueError, match="my_loss"):
         metrics.add(torch.ones(3), my_loss=torch.ones(3, 1))
     metrics.add(torch.ones(3), of_all=torch.tensor(2.0))
-    assert metrics.window_mean("of_all") == 2.0
+    assert metrics.window_means()["of_all"] == 2.0
 
 
 @pytest.mark.parametrize("name", ["step", "grad_norm", "learning_rate", "cpu_seconds"])

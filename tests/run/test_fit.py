@@ -154,7 +154,7 @@ def test_what_a_failed_attempt_has_measured_counts_nowhere(accelerator, tmp_path
             metrics.add(first_length=float(batch["lengths"][0]))
 
     Retry(CommonArgs(), accelerator, model, metrics)(gradients, 0, two_micro_batches(accelerator))
-    assert metrics.window_mean("first_length") == (100 + 10 + 50 + 20) / 4
+    assert metrics.window_means()["first_length"] == (100 + 10 + 50 + 20) / 4
 
 
 def test_a_backward_pass_without_the_factor_of_the_window_is_refused(accelerator):

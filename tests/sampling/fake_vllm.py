@@ -4,7 +4,8 @@ play its faults.
 Plays: "slow", "dies in a rollout", "hangs", "500", "500 twice" (for each completion), "aborts", "refuses a
 reload", "old weights" (the version is right), "half a reload" (one matrix stays), "old cache" (computed with
 the weights of before), "restarts" (other weights in the middle of a rollout), "no development mode", "unknown
-token", "NaN".
+token", "NaN", "a long number", "cuts the prompt", "another prompt" (the
+answer of another request), "stops anywhere".
 """
 
 from collections.abc import Sequence
@@ -219,15 +220,21 @@ class FakeVLLM:
         if is_of_rollout:
             ids = [self.V, *ids[1:]] if self.play == "unknown token" else ids
             logps = [float("nan"), *logps[1:]] if self.play == "NaN" else logps
-        read = len(prompt) - (self.play == "cuts the prompt" and is_of_rollout)
+            logps = [-(10**400), *logps[1:]] if self.play == "a long number" else logps
+            reason = "stop" if self.play == "stops anywhere" else reason
+        read = prompt[1:] if self.play == "cuts the prompt" and is_of_rollout else prompt
+        if self.play == "another prompt" and is_of_rollout:
+            read = [*prompt[:-1], prompt[-1] + 1]
         choice = {
             "index": 0,
             "text": "",
             "logprobs": {"token_logprobs": logps},
             "finish_reason": reason,
             "token_ids": ids,
+            "prompt_token_ids": read,
         }
-        return 200, {"choices": [choice], "usage": {"prompt_tokens": read, "completion_tokens": len(ids)}}
+        usage = {"prompt_tokens": len(read), "completion_tokens": len(ids)}
+        return 200, {"choices": [choice], "usage": usage}
 
     def counts(self, body: dict[str, Any]) -> bool:
         """Whether a request is one of a rollout: a probe has no stop tokens."""
