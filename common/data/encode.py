@@ -35,7 +35,9 @@ from common.files import loaded_code
 import numpy as np
 
 DTYPES = {"f": np.float32, "b": np.bool_, "i": np.int64, "u": np.int64}  # of fields, by numpy's kinds
-CHUNK = 200  # rows per task of a worker
+CHUNK = 200  # rows per task of a worker, at most
+# A task with so many characters gets no more rows: tokenizers need 60 bytes for each.
+CHUNK_CHARACTERS = 1 << 21
 REASONS = 20  # distinct reasons that are kept: some contain a value of the row, so there may be very many
 FEW = 0.02  # the share of rows up to which a note on them is not printed
 T = TypeVar("T")
@@ -366,8 +368,17 @@ def encode_all(
 
 
 def _chunks(rows: Iterable[tuple[int, Row]]) -> Iterator[list[tuple[int, Row]]]:
-    rows = iter(rows)
-    while chunk := list(islice(rows, CHUNK)):
+    chunk = []
+    size = 0
+    for number, row in rows:
+        chunk.append((number, row))
+        for value in dict.values(row):
+            size += len(value) if isinstance(value, str) else 0
+        if len(chunk) == CHUNK or size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk = []
+            size = 0
+    if chunk:
         yield chunk
 
 

@@ -205,6 +205,15 @@ def test_a_source_is_not_read_ahead(tmp_path):
     assert done == len(read) == 12_000
 
 
+def test_long_rows_are_tokenised_a_few_at_a_time(monkeypatch):
+    """A .txt with a text per line has rows of a megabyte; each character needs 60 bytes."""
+    monkeypatch.setattr(encode, "CHUNK_CHARACTERS", 10)
+    rows = [Row({"text": "x" * length, "n": 7}) for length in (4, 4, 4, 30, 1, 1)]
+    job = Job(document, base_tokenizer(), Args())
+    chunks = list(encode.encode_all(enumerate(rows), job, 1))
+    assert [encoded.rows.tolist() for _, encoded in chunks] == [[0, 1, 2], [3], [4, 5]]
+
+
 # --- when it is made again ----------------------------------------------------------------------------------
 
 
