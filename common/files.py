@@ -11,7 +11,7 @@ from pathlib import Path
 import shutil
 import sys
 import sysconfig
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.errors import UserError, is_of_the_disk
 
@@ -36,12 +36,20 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a kill leaves the old one or the new one."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of another at the end: a kill leaves the old one or the new one."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with open(temporary, "wb") as file:
+        yield file
     flush(temporary)
     os.replace(temporary, path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager

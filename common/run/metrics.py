@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError, hidden, quoted, say
-from common.files import replace_text, writing
+from common.files import replace_text, replacing, writing
 from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, unsharded
 from common.run.folder import LINES, is_held
@@ -310,15 +310,14 @@ def _combine(sums: dict[str, Tensor], name: str, pair: Tensor) -> None:
 
 
 def _drop_lines_after(step: int, path: Path) -> None:
-    """Keep the lines of a file that are of this step or before."""
-    text = ""
-    # Not splitlines, which would also split at characters inside a sample, such as U+2028.
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        # A line may be damaged, or truncated by a kill.
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= step:
-                text += line + "\n"
-    replace_text(path, text)
+    """Keep the lines of a file that are of this step or before. It may be larger than the memory."""
+    # In bytes lines end at \n alone, and not at characters inside a sample, such as U+2028.
+    with open(path, "rb") as lines, replacing(path) as kept:
+        for line in lines:
+            # A line may be damaged, or truncated by a kill.
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    kept.write(line.rstrip(b"\n") + b"\n")
 
 
 # --- the machine --------------------------------------------------------------------------------------------

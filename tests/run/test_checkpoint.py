@@ -7,6 +7,7 @@ from pathlib import Path
 import pickle
 import random
 import shutil
+import tracemalloc
 from types import SimpleNamespace
 
 from accelerate import Accelerator
@@ -240,6 +241,18 @@ def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):
         file.write('{"step": 2, "comp\n[1]\n{"step": 1')
     metrics.restore(2, {})
     assert (tmp_path / "samples.jsonl").read_text().split("\n") == [*before[:2], ""]
+
+
+def test_lines_that_go_on_may_be_larger_than_the_memory(tmp_path):
+    metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
+    for step in range(1, 9):
+        metrics.append("completions.jsonl", [{"step": step, "completion": "x" * 2**20}])
+    tracemalloc.start()
+    metrics.restore(6, {})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (tmp_path / "completions.jsonl").stat().st_size > 6 * 2**20
+    assert peak < 5 * 2**20
 
 
 # --- what is exported ---------------------------------------------------------------------------------------
