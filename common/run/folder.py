@@ -187,19 +187,22 @@ def remove_if_unused(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the folder is still the one that this process has locked, and not deleted since. True if no
-    lock was taken."""
+    """Whether the folder is the one that this process has locked, and not deleted since. False, too, for a
+    relative path in another working directory."""
     path = folder.resolve() / ".lock"
     try:
-        return path not in _LOCKS or os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
-    except OSError:
+        return os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
+    except (OSError, KeyError):
         return False
 
 
 def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
-    """Raise UserError if the folder was deleted while the run was writing to it. Called on every process."""
+    """Raise UserError if the folder was deleted while the run was writing to it, or its path leads elsewhere
+    now. Called on every process."""
     if not on_main_process(accelerator, lambda: is_held(folder)):
-        raise UserError(f"{folder} was deleted while this run was writing to it")
+        raise UserError(
+            f"{folder} was deleted while this run was writing to it, or the working directory has changed"
+        )
 
 
 # --- what a new run does with it ----------------------------------------------------------------------------

@@ -135,6 +135,7 @@ class Run:
             raise UserError(
                 f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end"
             )
+        refuse_deleted_folder(accelerator, Path(args.output_dir))
         if accelerator.is_main_process:
             self._write_settings()
         check_modules(model, optimizer)

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.files import find_damage, write_manifest
 from common.model.load import load_tokenizer
 from common.run.checkpoint import export, resume, save_checkpoint
-from common.run.folder import checkpoints, newest_intact
+from common.run.folder import checkpoints, lock, newest_intact
 from common.run.metrics import Metrics
 import pytest
 from safetensors.torch import load_file
@@ -231,6 +231,7 @@ def test_damaged_files_are_never_trusted(launch):
 def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):
     """With U+2028 and others that splitlines takes for the end of a line; one that was half written is left
     out."""
+    lock(tmp_path)
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     metrics.append(
         "samples.jsonl", [{"step": 1, "completion": "a\u2028b\x85c"}, {"step": 2, "completion": "d"}]
@@ -244,6 +245,7 @@ def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):
 
 
 def test_lines_that_go_on_may_be_larger_than_the_memory(tmp_path):
+    lock(tmp_path)
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     for step in range(1, 9):
         metrics.append("completions.jsonl", [{"step": step, "completion": "x" * 2**20}])

@@ -6,6 +6,7 @@ import resource
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
+from common.run.folder import lock
 from common.run.metrics import Metrics
 from common.run.parts.report import lines
 import pytest
@@ -17,6 +18,7 @@ from tests.conftest import SFT, read_metrics
 
 
 def test_numbers_that_json_does_not_know_are_null_with_the_reason(tmp_path):
+    lock(tmp_path)
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     metrics.log(1, loss=float("nan"), grad_norm=torch.tensor(float("inf")), rate=0.5)
     metrics.log_eval(
@@ -42,6 +44,7 @@ def test_numbers_that_json_does_not_know_are_null_with_the_reason(tmp_path):
 
 
 def test_a_disk_that_is_full_for_a_while_costs_a_few_lines(tmp_path, capsys):
+    lock(tmp_path)
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(1, 8):

@@ -14,6 +14,7 @@ from common.errors import UserError
 from common.files import write_manifest
 from common.run import folder as module
 from common.run.folder import checkpoints, delete_run
+from common.run.run import Run
 import pytest
 from safetensors.torch import load_file, save_file
 import torch
@@ -346,6 +347,22 @@ def test_a_deleted_folder_ends_the_run(taken, launch, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"{out} was deleted while this run was writing to it"):
         launch("sft", *SFT, "--save_steps", "4")
     assert not out.exists() or os.listdir(out) == [".lock"]
+
+
+def test_a_script_that_changes_the_working_directory_writes_nowhere_else(launch, tmp_path, monkeypatch):
+    """Where another run may have a folder of the same relative path."""
+    out = os.path.relpath(tmp_path / "out")
+    monkeypatch.chdir(".")  # put back at the end
+    describe = Run.describe
+
+    def describe_elsewhere(*args, **kwargs):
+        os.chdir(tmp_path)
+        describe(*args, **kwargs)
+
+    monkeypatch.setattr(Run, "describe", describe_elsewhere)
+    with pytest.raises(UserError, match="the working directory has changed"):
+        launch("sft", *SFT, "--output_dir", out)
+    assert not os.path.exists(out)
 
 
 # --- what no run has written --------------------------------------------------------------------------------

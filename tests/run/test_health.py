@@ -10,7 +10,7 @@ from common.args import CommonArgs
 from common.errors import UserError
 from common.model import FlatModel
 from common.run import nonfinite
-from common.run.folder import checkpoints
+from common.run.folder import checkpoints, lock
 from common.run.metrics import Metrics, short
 from common.run.nonfinite import NonFinite
 import numpy as np
@@ -68,6 +68,7 @@ def test_fp16_whose_scale_never_recovers_ends_the_run(tmp_path):
 
 def test_the_batches_of_so_many_steps_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(nonfinite, "MOST_KEPT", 2)
+    lock(tmp_path)
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
     watch = NonFinite(metrics, SimpleNamespace(decode=str))
     sequence = {"input_ids": np.arange(3), "loss_mask": np.ones(3)}

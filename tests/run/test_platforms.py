@@ -98,7 +98,11 @@ class NoFloat64(TorchDispatchMode):
             ):
                 frame = frame.f_back
             file, function = Path(frame.f_code.co_filename).name, frame.f_code.co_name
-            on_host = file == "rollout.py" or file.startswith("train_") or function in ("reduce", "_content")
+            on_host = (
+                file == "rollout.py"
+                or file.startswith("train_")
+                or function in ("_over_processes", "reduce", "_content")
+            )
             assert on_host, (func, file, function)
         return out
 

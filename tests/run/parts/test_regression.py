@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import UserError
 from common.evaluate import Completed
+from common.run.folder import lock
 from common.run.metrics import Metrics
 from common.run.parts import regression as suites
 from common.run.parts.regression import ALL, CHECKS, Case, Regression, Suite, compare, outcome
@@ -143,6 +144,7 @@ def test_a_fall_is_told_once(tmp_path):
     alone."""
     args = CommonArgs(output_dir=str(tmp_path), regression_suite=write_rows(tmp_path / "suite.jsonl", [GOOD]))
     accelerator, state = Accelerator(cpu=True), {}
+    lock(tmp_path)
     for step, good in ((0, True), (2, False), (4, False), (6, True), (8, False)):
         part = Regression(args, accelerator)
         part.restore(0, state)
