@@ -39,6 +39,8 @@ HOW_TO_START_OVER = (
     "(to start a new run from these weights: --model_name_or_path)"
 )
 _LOCKS: dict[Path, TextIO] = {}  # our locks, kept open: closing any handle of the file would release the lock
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_LOCKS.clear)  # a child has none of them
 
 
 # --- its content ------------------------------------------------------------------------------------------
@@ -187,8 +189,8 @@ def remove_if_unused(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether the folder is the one that this process has locked, and not deleted since. False, too, for a
-    relative path in another working directory."""
+    """Whether the folder is the one that this process has locked, and not deleted since. False, too, in a
+    forked child, and for a relative path in another working directory."""
     path = folder.resolve() / ".lock"
     try:
         return os.path.samestat(os.fstat(_LOCKS[path].fileno()), path.stat())
@@ -197,11 +199,11 @@ def is_held(folder: Path) -> bool:
 
 
 def refuse_deleted_folder(accelerator: Accelerator, folder: Path) -> None:
-    """Raise UserError if the folder was deleted while the run was writing to it, or its path leads elsewhere
-    now. Called on every process."""
+    """Raise UserError if the folder is not the one that the run has locked. Called on every process."""
     if not on_main_process(accelerator, lambda: is_held(folder)):
         raise UserError(
-            f"{folder} was deleted while this run was writing to it, or the working directory has changed"
+            f"{folder} was deleted while this run was writing to it, or the working directory has changed, or this process "
+            "is a fork of the run's"
         )
 
 

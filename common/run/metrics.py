@@ -253,7 +253,7 @@ class Metrics:
         path = self.output_dir / file
         try:
             if not is_held(self.output_dir):
-                raise FileNotFoundError("the folder was deleted, or the working directory has changed")
+                raise FileNotFoundError("the folder is not the one that this run has locked")
             path.parent.mkdir(exist_ok=True)
             with open(path, "ab") as out:
                 out.write(text.encode("utf-8", "backslashreplace"))

@@ -349,6 +349,18 @@ def test_a_deleted_folder_ends_the_run(taken, launch, tmp_path, monkeypatch):
     assert not out.exists() or os.listdir(out) == [".lock"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_is_not_the_run(tmp_path):
+    """One that goes on after a reward function, for instance, writes nothing beside its parent."""
+    module.lock(tmp_path)
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if module.is_held(tmp_path) else 7)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert module.is_held(tmp_path)
+
+
 def test_a_script_that_changes_the_working_directory_writes_nowhere_else(launch, tmp_path, monkeypatch):
     """Where another run may have a folder of the same relative path."""
     out = os.path.relpath(tmp_path / "out")
