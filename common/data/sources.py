@@ -315,7 +315,11 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _readable(folder: Path) -> list[Path]:
     # macOS puts a hidden file ._data.jsonl beside data.jsonl, which is none of the kind that its name says
-    return sorted(file for file in folder.glob("[!.]*") if kind(file) in SUFFIXES)
+    files = sorted(file for file in folder.glob("[!.]*") if kind(file) in SUFFIXES)
+    for file in files:
+        if not file.exists():
+            raise UserError(f"{file}: a link to a file that is not there")
+    return files
 
 
 def _starts_with(names: list[str], file: Path) -> bool:

@@ -86,7 +86,10 @@ def _load(path: str, name: str | None, split: str, streaming: bool) -> Any:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return datasets.load_dataset(path, name, split=split, streaming=streaming)
-    table = datasets.load_from_disk(str(folder))
+    try:
+        table = datasets.load_from_disk(str(folder))
+    except IndexError:  # there is no file to read
+        raise ValueError("it has a split without rows, which the library cannot read: leave it out") from None
     if not isinstance(table, datasets.DatasetDict):
         table = {"train": table}  # without splits it is training data
     if split not in table:

@@ -195,6 +195,9 @@ def test_a_folder_of_save_to_disk_is_read(tmp_path):
     train, evaluation = found(str(tmp_path / "splits"), dataset_eval_split="test")
     assert [source.split for source in train + evaluation] == ["train", "test"]
     assert found(str(tmp_path / "saved"))[1] == []
+    datasets.DatasetDict({"train": table, "test": table.select([])}).save_to_disk(tmp_path / "empty")
+    with pytest.raises(UserError, match="without rows"):
+        found(str(tmp_path / "empty"), dataset_eval_split="test")
 
 
 @pytest.fixture

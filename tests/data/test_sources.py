@@ -203,12 +203,15 @@ def test_wrong_settings_are_named(tmp_path, settings, named):
 
 
 @pytest.mark.parametrize(
-    "name", ["link.jsonl", "loop", "empty", "missing.jsonl", "~/missing-folder", "no/dataset-on-the-hub"]
+    "name",
+    ["link.jsonl", "loop", "links", "empty", "missing.jsonl", "~/missing-folder", "no/dataset-on-the-hub"],
 )
 def test_a_missing_source_is_named(tmp_path, name):
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "train.jsonl").symlink_to("train.jsonl")  # to itself
     name = str(tmp_path / name) if os.path.lexists(tmp_path / name) else name
     with pytest.raises(UserError) as caught:
         columns(found(name)[0][0])
