@@ -346,7 +346,8 @@ def _ids(texts: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 def encode_text(text: str, tokenizer: Tokenizer, after: str = "") -> list[int]:
     """Rendered text of a chat as ids. Placeholders become text. after: a text that ends with a special token, which
     this one continues."""
-    # No token spans a special one. The text between two of them is often the same: it is encoded once.
+    # No token spans a special one. The text between two of them is often the same: it is encoded once, if that is
+    # not long ago (texts of 100 kB each would fill the memory).
     parts = _traits(tokenizer).marks.split(text)  # text, mark, text, mark, ..., text
     parts.append("")  # no mark after the last text
     ids = []
@@ -357,7 +358,7 @@ def encode_text(text: str, tokenizer: Tokenizer, after: str = "") -> list[int]:
     return ids
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _between(tokenizer: Tokenizer, mark: str, text: str, following: str) -> list[int]:
     """The ids of a text after one special token and up to and with another one, as within a longer text."""
     if "\ufdd0" in text:
