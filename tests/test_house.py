@@ -78,7 +78,7 @@ LIMITS = {
     "tests": Limits(207_400, 15.1, 7.1, 0.8, 39.2),
     "tools": Limits(18_300, 11.1, 6.5, 0.6, 14.6),
     "experiments": Limits(24_100, 13.2, 5.0, 0.5, 14.9),
-    "benchmarks": Limits(42_100, 14.0, 6.5, 0.8, 17.6),
+    "benchmarks": Limits(42_200, 14.0, 6.5, 0.8, 17.6),
     "train_pretrain.py": Limits(1_320, 12.2, 0.0, 0.0, 12.2),
     "train_sft.py": Limits(780, 10.6, 0.0, 0.0, 10.6),
     "train_dpo.py": Limits(1_350, 13.3, 0.0, 0.0, 13.3),
