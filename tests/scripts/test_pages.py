@@ -196,7 +196,7 @@ def local(tmp_path, monkeypatch):
     (tmp_path / "tinyshakespeare.txt").write_text(
         "\n\n".join(f"Speak {i}, and be still. " * 4 for i in range(90))
     )
-    for name in ("gpt2", "Qwen/Qwen3-0.6B-Base", "outputs/sft", "outputs/alpaca"):
+    for name in ("gpt2", "Qwen/Qwen3-0.6B-Base", "outputs/sft", "outputs/alpaca", "outputs/smollm2"):
         shutil.copytree(ROOT / "data" / "base_model", tmp_path / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
