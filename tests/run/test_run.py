@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from common.args import CommonArgs
 from common.errors import LAST_WORDS, OutsideError, UserError
 from common.run import Run
+from common.run.folder import lock
 from common.run.metrics import Metrics
 from common.sampling import Reward
 import pytest
@@ -67,6 +68,7 @@ def test_what_fails_outside_costs_at_most_a_rollout(step, saved, launch, monkeyp
 
 def test_a_line_holds_what_was_done_since_the_last_one(tmp_path, monkeypatch):
     """By hand, over checkpoints and a resume: means by weight, and tokens a second without evaluations."""
+    lock(tmp_path)
     state, now = {}, [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     for done, start in ((0, 0.0), (2, 1000.0)):
