@@ -4,7 +4,7 @@ import itertools
 import math
 
 from common.args import CommonArgs
-from common.collators import Window, Windows, eval_batches, flat_batch, split_evenly, split_row
+from common.collators import Window, Windows, eval_batches, flat_batch, own_tokens, split_evenly, split_row
 from common.data import sharing
 from common.data.encode import check_sequence
 from common.data.order import Order, Shuffled
@@ -174,6 +174,7 @@ def test_the_plan_of_a_run():
     assert found.plan() == plan | {
         "largest_micro_batch": max((order[i : i + 2] for i in range(0, 14, 2)), key=sum)
     }
+    assert windows([3] * 120, batch_size=2).plan()["tokens_per_step"] == 6  # judging by the first of 60 steps
     lengths = lognormal(300)
     found = windows(lengths, 0, 2, 2, max_tokens=8000, num_epochs=1)
     plan, steps = found.plan(), len(found)
@@ -273,6 +274,12 @@ def test_a_flat_row_is_that_of_a_loop(random):
     # Nothing that is trained is lost, and each sequence counts its own.
     counts = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).tolist()
     assert counts == [one["loss_mask"][1:].sum() for one in sequences]
+
+
+def test_a_unit_adds_what_it_does_not_share():
+    """Of ten untrained tokens; the second unit is a pair."""
+    one = {"input_ids": np.arange(12), "loss_mask": np.arange(12) >= 10}
+    assert own_tokens([[one], [one, one], [one]]) == [12, 4, 2]
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_every_section_runs_at_toy_sizes(tmp_path):
     )
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     out = tmp_path / "gpu.jsonl"
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--tiny", "--seconds", "3500"]
+    command = [sys.executable, *"benchmarks/gpu.py --device cpu --tiny --seconds 3500".split()]
     done = subprocess.run(
         [*command, "--out", str(out)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=3550
     )

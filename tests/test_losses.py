@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from common.losses import (
     DPO_LOSS_TYPES,
     GRPO_LOSS_TYPES,
-    REFERENCE_FREE,
     SMOOTHED,
     combine_rewards,
     dpo_loss,
@@ -30,6 +29,7 @@ from experiments.rollout_ahead import keep_high_entropy
 RECORDED = json.loads(Path(__file__).with_name("trl_recorded.json").read_text())
 SCALES = ["group", "batch", "none"]
 NAN = float("nan")
+NO_TOKENS = {"window_tokens": 0, "window_completions": 0, "max_completion_length": 8}
 
 
 def tensor(*values: float) -> torch.Tensor:
@@ -152,57 +152,6 @@ def test_losses_without_reference_are_trls(case):
 # --- DPO and its family: by hand ----------------------------------------------------------------------------
 
 
-def log_sigmoid(x: float) -> float:
-    return -math.log(1 + math.exp(-x))
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-# β = 0.5; chosen: 4 tokens, log-probability -2, reference -3.5; rejected: 2 tokens, -3, reference -2.5.
-# So x = 1.5 - (-0.5) = 2 and βx = 1; the means are -0.5 and -1.5.
-PAIR = [(-2.0,), (-3.0,), (-3.5,), (-2.5,), (4.0,), (2.0,)]
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "options", "wanted"),
-    [
-        ("sigmoid", {}, 0.31326169),  # -log σ(1)
-        ("sigmoid", {"label_smoothing": 0.1}, 0.41326169),  # 0.9 · 0.31326169 + 0.1 · 1.31326169
-        ("robust", {"label_smoothing": 0.1}, 0.18826169),  # (0.9 · 0.31326169 - 0.1 · 1.31326169) / 0.8
-        (
-            "exo_pair",
-            {"label_smoothing": 0.2},
-            sigmoid(1) * math.log(sigmoid(1) / 0.8) + sigmoid(-1) * math.log(sigmoid(-1) / 0.2),
-        ),
-        ("hinge", {}, 0.0),  # relu(1 - 1)
-        ("ipo", {}, 0.140625),  # (1.5/4 + 0.5/2 - 1)²
-        ("apo_zero", {}, 1 - sigmoid(0.75) + sigmoid(-0.25)),
-        ("sppo_hard", {}, 0.5),  # (1.5 - 1)² + (-0.5 + 1)²
-        ("simpo", {"simpo_gamma": 0.2}, -log_sigmoid(0.3)),  # 0.5 · (-0.5 + 1.5) - 0.2
-        (
-            "simpo",
-            {"simpo_gamma": 0.2, "label_smoothing": 0.2},
-            -0.8 * log_sigmoid(0.3) - 0.2 * log_sigmoid(-0.3),
-        ),
-    ],
-)
-def test_a_preference_loss_by_hand(loss_type, options, wanted):
-    losses, chosen, rejected = dpo_loss(*(tensor(*x) for x in PAIR), beta=0.5, loss_type=loss_type, **options)
-    assert losses.item() == pytest.approx(wanted, abs=1e-8)
-    rewards = (-0.5, -1.5) if loss_type in REFERENCE_FREE else (1.5, -0.5)  # a mean, or a log-ratio
-    assert (chosen.item(), rejected.item()) == pytest.approx((0.5 * rewards[0], 0.5 * rewards[1]))
-
-
-def test_orpo_compares_odds():
-    """Mean probabilities 0.6 and 0.2: odds 3/2 and 1/4, a ratio of 6; -0.1 · log(6/7). The reference is not
-    read."""
-    pair = (3 * tensor(0.6).log(), 5 * tensor(0.2).log(), tensor(NAN), tensor(NAN), tensor(3.0), tensor(5.0))
-    losses, _, _ = dpo_loss(*pair, beta=0.1, loss_type="orpo")
-    close(losses, [0.1 * math.log(7 / 6)], 1e-12)
-
-
 @pytest.mark.parametrize("loss_type", DPO_LOSS_TYPES)
 def test_extreme_margins_stay_finite(loss_type):
     chosen, rejected = torch.tensor([-1e4, -1e-7, 0.0]).requires_grad_(), torch.tensor([-1e-7, -1e4, 0.0])
@@ -212,15 +161,15 @@ def test_extreme_margins_stay_finite(loss_type):
     assert losses.isfinite().all() and chosen.grad.isfinite().all()
 
 
-def test_several_types_are_summed_by_weight():
-    pair = [tensor(x, x - 1) for (x,) in PAIR[:4]] + [tensor(4.0, 1.0), tensor(2.0, 3.0)]
-    apart = [dpo_loss(*pair, beta=0.5, loss_type=loss_type) for loss_type in ("simpo", "sigmoid")]
-    for weights, (first, second) in ((None, (1, 1)), ([0.25, 3.0], (0.25, 3.0))):
-        losses, chosen, rejected = dpo_loss(
-            *pair, beta=0.5, loss_type=["simpo", "sigmoid"], loss_weights=weights
-        )
-        close(losses, first * apart[0][0] + second * apart[1][0], 1e-12)
-        assert torch.equal(chosen, apart[0][1]) and torch.equal(rejected, apart[0][2])
+@pytest.mark.parametrize(("weights", "first", "second"), [(None, 1, 1), ([0.25, 3.0], 0.25, 3.0)])
+def test_several_types_are_summed_by_weight(weights, first, second):
+    """By hand: x = (-2 + 3.5) - (-3 + 2.5), so βx = 1; the reverse KL of σ(1) to 0.8, and 0.8 · 0.3133 + 0.2 · 1.3133."""
+    pair = [tensor(x) for x in (-2.0, -3.0, -3.5, -2.5, 4.0, 2.0)]
+    options = {"loss_type": ["exo_pair", "sigmoid"], "loss_weights": weights, "label_smoothing": 0.2}
+    losses, _, _ = dpo_loss(*pair, beta=0.5, **options)
+    up = 1 / (1 + math.exp(-1))
+    divergence = up * math.log(up / 0.8) + (1 - up) * math.log((1 - up) / 0.2)
+    assert losses.item() == pytest.approx(first * divergence + second * 0.51326169)
 
 
 @pytest.mark.parametrize("x", [-1e-6, -1e-3, -0.5, -0.693, -0.6932, -2.0, -30.0, -80.0])
@@ -234,11 +183,7 @@ def test_log1mexp_is_accurate_at_both_ends(x):
     assert found.grad.item() == pytest.approx(-math.exp(x) / -math.expm1(x), rel=1e-5)
 
 
-NO_SENSE = [
-    {"loss_type": "dpo"},
-    {"loss_type": ["sigmoid", "sigmoids"]},
-    {"loss_type": "robust", "label_smoothing": 0.5},
-]
+NO_SENSE = [{"loss_type": "dpo"}, {"loss_type": "robust", "label_smoothing": 0.5}]
 NO_SENSE += [{"loss_type": "sigmoid", "label_smoothing": -0.1}]
 NO_SENSE += [{"loss_type": name, "label_smoothing": 0.1} for name in DPO_LOSS_TYPES if name not in SMOOTHED]
 
@@ -253,7 +198,7 @@ def test_unknown_kinds_are_refused():
     rewards = torch.zeros(1, 2)
     for call, says in (
         (lambda: grpo_loss(*uneven_row(), importance_sampling_level="word"), "token or sequence"),
-        (lambda: window_weights("ppo", [1.0]), "grpo, bnpo, dapo, dr_grpo"),
+        (lambda: grpo_token_weights("ppo", tensor(1.0), **NO_TOKENS), "grpo, bnpo, dapo, dr_grpo"),
         (lambda: group_advantages(rewards, "std"), "group, batch or none"),
         (lambda: group_advantages(rewards, "group", "ppo"), "estimator is one of grpo, rloo, reinforce_pp"),
     ):
@@ -433,89 +378,6 @@ def test_policy_losses_are_trls(inputs, case):
 # --- GRPO and its family: by hand ---------------------------------------------------------------------------
 
 
-def one_token(ratio: float, advantage: float, **options) -> tuple[float, float, dict[str, float]]:
-    """The loss of a token after one token of prompt, its derivative by the log-probability, and the
-    statistics."""
-    logps = tensor(0.0, math.log(0.1 * ratio)).requires_grad_()
-    old, mask = tensor(0.0, math.log(0.1)), tensor(0.0, 1.0)
-    ref = options.pop("ref", None)
-    ref_logps = None if ref is None else tensor(0.0, math.log(ref))
-    losses, stats = grpo_loss(logps, old, ref_logps, mask * advantage, mask, torch.tensor([0, 2]), **options)
-    losses.sum().backward()
-    assert losses[0] == 0 and logps.grad[0] == 0
-    return losses[1].item(), logps.grad[1].item(), {name: value[1].item() for name, value in stats.items()}
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "slope", "clipped"),
-    [  # epsilon 0.2, epsilon_high 0.28
-        (1.0, 2.0, -2.0, -2.0, None),
-        (1.1, 2.0, -2.2, -2.2, None),
-        (1.5, 2.0, -2.56, 0.0, "clip_ratio/high_mean"),  # 1.28 · 2: no reason to make it likelier still
-        (0.5, 2.0, -1.0, -1.0, None),  # the way back is open
-        (0.5, -1.0, 0.8, 0.0, "clip_ratio/low_mean"),
-        (1.5, -1.0, 1.5, 1.5, None),
-    ],
-)
-def test_the_ratio_is_clipped(ratio, advantage, loss, slope, clipped):
-    found, found_slope, stats = one_token(ratio, advantage, epsilon=0.2, epsilon_high=0.28)
-    assert (found, found_slope) == pytest.approx((loss, slope), abs=1e-12)
-    names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-    assert [stats[name] for name in names] == [clipped == names[0], clipped == names[1], clipped is not None]
-
-
-@pytest.mark.parametrize("sampled_from", ["the policy", "an older policy"])
-def test_kl_gradient_is_the_exact_reverse_kls(sampled_from):
-    """Three tokens, all enumerated with the probability that they are sampled; finite differences of the
-    exact KL."""
-    theta, ref = [0.3, -0.5, 1.1], [0.2, 0.7, 0.1]
-    softmax = [math.exp(x) / sum(map(math.exp, theta)) for x in theta]
-    old = softmax if sampled_from == "the policy" else [0.5, 0.3, 0.2]
-
-    def reverse_kl(theta: list[float]) -> float:
-        total = sum(map(math.exp, theta))
-        return sum(
-            math.exp(x) / total * (x - math.log(total) - math.log(r)) for x, r in zip(theta, ref, strict=True)
-        )
-
-    h, exact = 1e-6, []
-    for i in range(3):
-        up, down = (reverse_kl([x + d * (i == j) for j, x in enumerate(theta)]) for d in (h, -h))
-        exact.append((up - down) / (2 * h))
-
-    def expected(corrected: bool) -> tuple[float, torch.Tensor]:
-        logits = tensor(*theta).requires_grad_()
-        # Each possible token is a sequence of its own, after one token of prompt.
-        logps = torch.stack([tensor(0.0, 0.0, 0.0), logits.log_softmax(-1)], dim=1).flatten()
-        flat = [torch.stack([tensor(0.0, 0.0, 0.0), tensor(*p).log()], dim=1).flatten() for p in (old, ref)]
-        mask, weight = tensor(0, 1, 0, 1, 0, 1), tensor(*(x for p in old for x in (0.0, p)))
-        cu_seqlens, advantages = torch.tensor([0, 2, 4, 6]), torch.zeros(6, dtype=torch.float64)
-        options = {"beta": 1.0, "use_bias_correction_kl": corrected}
-        loss = (grpo_loss(logps, *flat, advantages, mask, cu_seqlens, **options)[0] * weight).sum()
-        loss.backward()
-        return loss.item(), logits.grad
-
-    value, gradient = expected(corrected=True)
-    assert value == pytest.approx(reverse_kl(theta))
-    close(gradient, exact, 1e-7)
-    _, uncorrected = expected(corrected=False)
-    assert (uncorrected - tensor(*exact)).abs().max() > 0.1  # what the correction is for
-
-
-def test_a_sequence_ratio_is_the_geometric_mean():
-    """Token ratios 2 and 1 (after a prompt token): √2 for both; 3 alone in the second sequence, clipped."""
-    logps = tensor(0.0, 2 * 0.1, 0.3, 0.0, 3 * 0.2)
-    logps = torch.where(logps > 0, logps, 1.0).log().requires_grad_()
-    old = torch.where(tensor(0.0, 0.1, 0.3, 0.0, 0.2) > 0, tensor(1, 0.1, 0.3, 1, 0.2), 1.0).log()
-    mask, advantages, cu_seqlens = tensor(0, 1, 1, 0, 1), tensor(-1, -1, -1, 1, 1), torch.tensor([0, 3, 5])
-    losses, _ = grpo_loss(
-        logps, old, None, advantages, mask, cu_seqlens, importance_sampling_level="sequence"
-    )
-    losses.sum().backward()
-    close(losses, [0, math.sqrt(2), math.sqrt(2), 0, -1.2], 1e-12)
-    close(logps.grad, [0, math.sqrt(2), math.sqrt(2), 0, 0], 1e-12)  # d(2 √(ρ1 ρ2)) / d log ρ1
-
-
 def uneven_row(dtype=torch.float64) -> tuple:
     """Three completions of 1, 4 and 2 tokens, each after 2 tokens of prompt, off policy."""
     lengths = [3, 6, 4]
@@ -538,57 +400,18 @@ def test_untrained_tokens_count_nothing():
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_in_the_mask_count_once(level):
-    """A script may multiply the mask by weights: each loss is multiplied by its weight, and no ratio is."""
-    old, mask, cu = (
-        torch.tensor([0.0, -1.0, -2.0, -0.5]),
-        torch.tensor([0.0, 1.0, 1.0, 1.0]),
-        torch.tensor([0, 4]),
-    )
-    weights = torch.tensor([9.0, 0.1, 0.5, 0.2])
-    logps = old + torch.tensor([0.0, 0.3, -0.1, 0.2])
-    ratios = [math.exp(x) for x in ((0.3, -0.1, 0.2) if level == "token" else (0.4 / 3,) * 3)]
-    how = dict(ref_logps=None, advantages=torch.ones(4), cu_seqlens=cu, importance_sampling_level=level)
-    losses, _ = grpo_loss(logps=logps, old_logps=old, loss_mask=mask * weights, **how)
-    close(losses, [0.0, *(-min(r, 1.2) * w for r, w in zip(ratios, (0.1, 0.5, 0.2), strict=True))])
-
-
-def window_weights(
-    loss_type: str, tokens: list[float], trained: list[float] | None = None, **options
-) -> torch.Tensor:
-    trained = trained or [1.0] * len(tokens)
-    counts = {
-        "window_tokens": sum(n for n, t in zip(tokens, trained, strict=True) if t),
-        "window_completions": sum(trained),
-        "max_completion_length": 8,
-    }
-    return grpo_token_weights(loss_type, torch.tensor(tokens), **(counts | options))
-
-
-@pytest.mark.parametrize("loss_type", GRPO_LOSS_TYPES)
-def test_a_masked_completion_is_left_out(loss_type):
-    """The window with its second completion masked is the window without it."""
-
-    def loss_and_gradient(kept: list[int], masked: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        logps, *rest, mask, cu_seqlens = uneven_row()
-        trained = [1.0, 0.0 if masked else 1.0, 1.0]
-        mask = mask * torch.tensor(trained)[segment_ids(cu_seqlens, 13)]
-        pieces = [slice(cu_seqlens[i], cu_seqlens[i + 1]) for i in kept]
-        logps, *rest, mask = (torch.cat([x[piece] for piece in pieces]) for x in (logps, *rest, mask))
-        cu_seqlens = borders([piece.stop - piece.start for piece in pieces])
-        logps.requires_grad_()
-        losses, _ = grpo_loss(logps, *rest, mask, cu_seqlens, beta=0.1)
-        weights = window_weights(loss_type, [[1.0, 4.0, 2.0][i] for i in kept], [trained[i] for i in kept])
-        loss = (losses * weights[segment_ids(cu_seqlens, len(logps))]).sum()
-        loss.backward()
-        return loss, logps.grad
-
-    loss, gradient = loss_and_gradient([0, 1, 2], masked=True)
-    without, its_gradient = loss_and_gradient([0, 2], masked=False)
-    close(loss, without, 1e-7)
-    close(torch.cat([gradient[:3], gradient[9:]]), its_gradient, 1e-7)
-    assert (gradient[3:9] == 0).all()
-    unmasked, _ = loss_and_gradient([0, 1, 2], masked=False)
-    assert abs(unmasked - loss) > 1e-3
+    """A script may multiply the mask by weights: each loss is multiplied by its weight, and no ratio is. Of
+    completions of three tokens and of one."""
+    moved = tensor(0.0, 0.3, -0.1, 0.2, 0.0, 0.1)
+    weights = tensor(0.0, 0.1, 0.5, 0.2, 0.0, 0.3)
+    old = tensor(0.0, -1.0, -2.0, -0.5, 0.0, -1.5)
+    ratios = moved.exp()
+    if level == "sequence":
+        ratios[1:4] = math.exp(0.4 / 3)
+    how = dict(ref_logps=None, advantages=torch.ones(6), importance_sampling_level=level)
+    how |= {"cu_seqlens": torch.tensor([0, 4, 6]), "loss_mask": weights}
+    losses, _ = grpo_loss(logps=old + moved, old_logps=old, **how)
+    close(losses, -ratios.clamp(max=1.2) * weights)
 
 
 @pytest.mark.parametrize("loss_type", GRPO_LOSS_TYPES)
@@ -596,7 +419,7 @@ def test_a_window_without_trained_tokens_gives_0(loss_type):
     logps, *rest, mask, cu_seqlens = uneven_row()
     logps.requires_grad_()
     losses, _ = grpo_loss(logps, *rest, mask * 0, cu_seqlens, beta=0.1)
-    weights = window_weights(loss_type, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    weights = grpo_token_weights(loss_type, torch.zeros(3), **NO_TOKENS)
     assert weights.isfinite().all()
     loss = (losses * weights[segment_ids(cu_seqlens, 13)]).sum()
     loss.backward()

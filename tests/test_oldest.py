@@ -39,17 +39,7 @@ def oldest(tmp_path_factory):
         pytest.skip(f"{free:.0f} GiB of disk are free, an environment with PyTorch from PyPI needs 12")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = str(folder / "bin" / "python")
-    command = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-cache-dir",
-        "--no-compile",
-        "-r",
-        str(REQUIREMENTS),
-    ]
+    command = [python, *"-m pip install --quiet --no-cache-dir --no-compile -r".split(), str(REQUIREMENTS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
     if done.returncode and re.search(NO_INDEX, done.stderr):
         pytest.skip(f"pip finds no index with these versions: {done.stderr.strip().splitlines()[-1][:200]}")

@@ -251,6 +251,15 @@ def test_it_is_used_until_something_changes(tmp_path, rows, settings, again):
     assert counted(tmp_path, Source(str(tmp_path / "a.jsonl"), label="a"), **settings)[1] == 0
 
 
+@pytest.mark.parametrize("library", ["transformers", "tokenizers"])
+def test_another_version_of_a_library_reads_anew(library, monkeypatch):
+    versions = {"transformers": "1", "tokenizers": "1"}
+    monkeypatch.setattr(cache, "version", lambda name: versions[name])
+    before = cache.key_of(document, base_tokenizer())
+    versions[library] = "2"
+    assert cache.key_of(document, base_tokenizer()) != before
+
+
 SCRIPT = '''"""A script."""
 
 import os

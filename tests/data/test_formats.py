@@ -222,6 +222,7 @@ def test_a_turn_says_that_it_is_not_trained(flag):
     assert as_chat({"messages": [U, A | flag, U, B]})["messages"] == [U, A | {"train": False}, U, B]
     turns = [turn("human", "q"), turn("gpt", "a") | flag]
     assert as_chat({"conversations": turns})["messages"] == [U, A | {"train": False}]
+    assert as_prompt({"messages": [U, A | flag, U]})["prompt"] == [U, A, U]
 
 
 # --- pairs --------------------------------------------------------------------------------------------------

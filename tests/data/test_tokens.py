@@ -187,6 +187,9 @@ def test_what_max_length_leaves_untrained_is_dropped():
     assert [side["input_ids"][:-1].tolist() for side in pair] == [tokenize_text("Hel", tokenizer)] * 2
     for refused in (
         lambda: truncate(sequence, first),
+        lambda: truncate(
+            {"input_ids": [1, 2], "loss_mask": np.array([1, 0])}, 2
+        ),  # nothing predicts the first
         lambda: tokenize_pair(row, tokenizer, length),
     ):
         with pytest.raises(BadRow, match="no trained token within max_length"):
@@ -199,9 +202,12 @@ def test_ends_are_trained_in_both_answers_or_none():
     row = {"prompt": CHAT[:1], "chosen": chosen, "rejected": rejected}
     whole = tokenize_pair(row, tokenizer, 512)
     assert [trained(side, tokenizer) for side in whole] == [[f"{text}<|im_end|>"] for text in sides]
-    cut = tokenize_pair(row, tokenizer, len(whole[0]["input_ids"]) - 3)
-    assert sides[0].startswith(trained(cut[0], tokenizer)[0]) and trained(cut[1], tokenizer) == ["no"]
-    assert cut[1]["input_ids"].tolist() == whole[1]["input_ids"].tolist()
+    for left in (1, 2, 3):  # without the line break after it, without the end, without a word
+        cut = tokenize_pair(row, tokenizer, len(whole[0]["input_ids"]) - left)
+        has_end = trained(cut[0], tokenizer)[0] == f"{sides[0]}<|im_end|>"
+        assert has_end == (left == 1) and trained(cut[1], tokenizer) == ["no" + "<|im_end|>" * has_end]
+        assert sides[0].startswith(trained(cut[0], tokenizer)[0].removesuffix("<|im_end|>"))
+        assert cut[1]["input_ids"].tolist() == whole[1]["input_ids"].tolist()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -237,7 +237,7 @@ def graphs(monkeypatch):
 @pytest.mark.parametrize("stage", STAGES)
 def test_blocks_are_compiled_once_for_all_windows(stage, graphs, launch):
     """Windows differ in the number of their sequences, in their lengths and in what these share."""
-    words = [*STAGES[stage], "--max_steps", "8", "--save_steps", "0"]
+    words = [*STAGES[stage], *"--max_steps 8 --save_steps 0".split()]
     plain = launch(stage, *words, output="plain")
     assert not graphs
     compiled = launch(stage, *words, "--torch_compile", output="compiled")

@@ -297,7 +297,9 @@ def test_other_heads_are_called_as_modules(rows, change, chunks, monkeypatch):
     assert calls and not any(s.requires_grad for s in scores)
     for a, b in zip(torch.autograd.grad(loss, leaves(toy, hidden)), want, strict=True):
         torch.testing.assert_close(a, b)
-    logps, entropy, _ = log_probs(toy, hidden, tokens, 0.7, entropy=True, entropy_grad=True)
+    logps, entropy, correct = log_probs(toy, hidden, tokens, 0.7, entropy=True, entropy_grad=True)
+    for a, b in zip((logps, entropy, correct), wanted, strict=True):
+        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-5)
     both = torch.autograd.grad((w * logps + u * entropy).sum(), leaves(toy, hidden))
     for a, b in zip(both, want_both, strict=True):
         torch.testing.assert_close(a, b)

@@ -74,10 +74,7 @@ def test_loaded_weights_are_aligned_as_new_ones():
 # --- what draws at random in training -----------------------------------------------------------------------
 
 RANDOM = {
-    "opt": (
-        "OPTConfig",
-        {**SIZE, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.3, "attention_dropout": 0.3},
-    ),
+    "xglm": ("XGLMConfig", {**SIZE, "ffn_dim": 48, "dropout": 0.3, "activation_dropout": 0.3}),
     "seed-oss": ("SeedOssConfig", {**SIZE, **HEAD, "attention_dropout": 0.3, "residual_dropout": 0.3}),
     "phimoe": (
         "PhimoeConfig",
@@ -116,6 +113,7 @@ def test_nothing_is_random_once_dropout_is_disabled(name, recomputed):
 def test_a_generation_config_never_stops_a_save(tmp_path):
     """What transformers reads, and would not write again, goes, but for the tokens."""
     base, tokenizer = tmp_path / "base", transformers.AutoTokenizer.from_pretrained("data/base_model")
+    tokenizer.pad_token = "<|im_end|>"
     tiny_lm("llama").to(torch.bfloat16).save_pretrained(base)
     for settings, kept in (
         ({"top_k": 20}, False),
@@ -128,6 +126,7 @@ def test_a_generation_config_never_stops_a_save(tmp_path):
         set_stop_tokens(model, [2], tokenizer)
         model.lm.save_pretrained(tmp_path / "saved")
         saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+        assert saved["pad_token_id"] == tokenizer.pad_token_id != tokenizer.eos_token_id
         assert saved["eos_token_id"] == 2 and (settings.items() <= saved.items()) == kept
     assert load_pretrained(CommonArgs(dtype="bfloat16"), base).lm.dtype == torch.bfloat16
     assert load_pretrained(CommonArgs(dtype="auto"), base).lm.dtype == torch.bfloat16

@@ -80,7 +80,7 @@ class Toy(nn.Module):
         return self.head(torch.tanh(x))
 
 
-ARGS = CommonArgs(learning_rate=1e-2, weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
+ARGS = CommonArgs(learning_rate=1e-2, weight_decay=0.3, adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-8)
 
 
 def test_adamw_is_its_formula_in_float64():
@@ -102,7 +102,7 @@ def test_adamw_is_its_formula_in_float64():
             m[name] = 0.9 * m[name] + 0.1 * g
             v[name] = 0.95 * v[name] + 0.05 * g * g
             m_hat, v_hat = m[name] / (1 - 0.9**step), v[name] / (1 - 0.95**step)
-            decay = 0.1 if p.dim() > 1 else 0.0
+            decay = 0.3 if p.dim() > 1 else 0.0
             theta[name] = theta[name] - lr * (m_hat / (v_hat.sqrt() + 1e-8) + decay * theta[name])
         optimizer.step()
         optimizer.zero_grad()
@@ -124,7 +124,7 @@ def test_matrices_go_by_torchs_muon_the_rest_by_adamw():
         make_optimizer(ARGS, plain),
     )
     matrix = nn.Parameter(model.linear.weight.detach().clone())
-    muon = torch.optim.Muon([matrix], weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon([matrix], weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     for step in range(1, 4):
         ids = torch.arange(6).roll(step)
         for each in (model, plain):

@@ -12,7 +12,7 @@ from common.errors import UserError
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
 from common.model.merge import merge_adapter, policy_writer
-from common.model.save import EXTRA
+from common.model.save import EXTRA, final_dtype
 from common.model.wrap import wrap
 from common.run.checkpoint import load_extra
 import pytest
@@ -47,6 +47,18 @@ def assert_same(model, plain, ids=IDS, atol=2e-5):
         torch.testing.assert_close(
             model(batch_of(ids)).logps[2:], answer_logps(plain, ids), atol=atol, rtol=1e-4
         )
+
+
+def test_the_dtype_of_the_final_model():
+    """That of the files it was made of, whatever it was trained in; bfloat16 if it was asked for."""
+    for settings, base, wanted in [
+        ({}, "bfloat16", "bfloat16"),
+        ({"dtype": "bfloat16"}, "float32", "bfloat16"),
+        ({"dtype": "float32"}, "bfloat16", "bfloat16"),
+        ({"use_peft": True, "dtype": "bfloat16"}, "bfloat16", "float32"),
+        ({"use_peft": True, "merge_lora": True}, "bfloat16", "bfloat16"),
+    ]:
+        assert final_dtype(CommonArgs(**settings), base) == wanted
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

@@ -242,6 +242,9 @@ def test_lines_that_go_on_are_those_before_the_checkpoint(tmp_path):
         file.write('{"step": 2, "comp\n[1]\n{"step": 1')
     metrics.restore(2, {})
     assert (tmp_path / "samples.jsonl").read_text().split("\n") == [*before[:2], ""]
+    metrics.append("samples.jsonl", [{"step": 0}])
+    metrics.restore(0, {})  # the run starts over, and evaluates once more
+    assert not (tmp_path / "samples.jsonl").read_text()
 
 
 def test_lines_that_go_on_may_be_larger_than_the_memory(tmp_path):
@@ -267,7 +270,15 @@ def logits(folder):
         return AutoModelForCausalLM.from_pretrained(folder).eval()(torch.arange(3, 40)[None]).logits
 
 
-LORA = ["--use_peft", "--lora_r", "4", "--lora_dropout", "0.1"]
+def test_weights_of_an_earlier_export_in_another_format_go(tiny, tmp_path):
+    for name in ("adapter_model.safetensors", "model-00001-of-00002.safetensors", "mine.safetensors"):
+        (tmp_path / name).touch()
+    export(CommonArgs(output_dir=str(tmp_path)), tiny.accelerator, tiny.model, tiny.tokenizer)
+    left = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    assert left == ["mine.safetensors", "model.safetensors"]
+
+
+LORA = "--use_peft --lora_r 4 --lora_dropout 0.1".split()
 KINDS = [
     ("peft", LORA),
     ("peft", [*LORA, "--use_dora", "--use_rslora"]),
@@ -281,19 +292,8 @@ KINDS = [
 )
 def test_adapters_and_other_optimizers_resume_exactly(package, kind, launch):
     pytest.importorskip(package)
-    words = [
-        *SFT,
-        *kind,
-        "--max_steps",
-        "4",
-        "--save_steps",
-        "2",
-        "--save_total_limit",
-        "0",
-        "--learning_rate",
-        "1e-3",
-    ]
-    words += ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    words = [*SFT, *kind, *"--max_steps 4 --save_steps 2 --save_total_limit 0 --learning_rate 1e-3".split()]
+    words += "--lr_scheduler_type constant --warmup_steps 0".split()
     whole = launch("sft", *words, output="whole")
     assert train_metrics(whole)[-1]["loss"] < train_metrics(whole)[0]["loss"] - (
         0.5 if "--optim" in kind else 0
@@ -317,17 +317,7 @@ def test_adapters_and_other_optimizers_resume_exactly(package, kind, launch):
 # --- in the scripts -----------------------------------------------------------------------------------------
 
 
-SEARCH = [
-    *SFT,
-    "--eval_steps",
-    "2",
-    "--learning_rate",
-    "1e-2",
-    "--warmup_steps",
-    "0",
-    "--lr_scheduler_type",
-    "constant",
-]
+SEARCH = [*SFT, *"--eval_steps 2 --learning_rate 1e-2 --warmup_steps 0 --lr_scheduler_type constant".split()]
 
 
 def evaluations(output):
@@ -375,7 +365,7 @@ def test_a_merged_export_is_that_of_the_best_adapter(launch):
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
-    words = ["--use_peft", "--lora_r", "4", "--merge_lora", "--max_steps", "4"]
+    words = "--use_peft --lora_r 4 --merge_lora --max_steps 4".split()
     # which falls before it rises: the best is not the last
     words += ["--save_best", "max:eval_mean_token_accuracy"]
     output = launch("sft", *SEARCH, *words)
@@ -389,7 +379,7 @@ def test_a_merged_export_is_that_of_the_best_adapter(launch):
 
 @pytest.mark.slow
 def test_a_longer_run_equals_an_uninterrupted_one(launch):
-    constant = [*SFT, "--lr_scheduler_type", "constant", "--warmup_steps", "0", "--save_steps", "2"]
+    constant = [*SFT, *"--lr_scheduler_type constant --warmup_steps 0 --save_steps 2".split()]
     whole = launch("sft", *constant, output="whole")
     launch("sft", *constant, "--max_steps", "4", output="longer")
     longer = launch("sft", *constant, output="longer")

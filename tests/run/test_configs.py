@@ -86,10 +86,7 @@ def test_a_config_launches_a_run_on_the_cpu(name, tmp_path):
     command += [
         "train_sft.py",
         *words.split(),
-        "--dataset_name",
-        "data/sft",
-        "--model_name_or_path",
-        "data/base_model",
+        *"--dataset_name data/sft --model_name_or_path data/base_model".split(),
     ]
     done = run_script([*command, "--output_dir", str(tmp_path)], timeout=200, ACCELERATE_USE_CPU="true")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -68,7 +68,7 @@ def sharded(tmp_path, token_cache):
             "--output_dir",
             str(tmp_path / output),
         ]
-        command += ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+        command += "--per_device_train_batch_size 2 --gradient_accumulation_steps 2".split()
         run = run_script(
             [*command, "--dataset_cache_dir", str(token_cache)], timeout=400, **environ
         )  # the first one compiles

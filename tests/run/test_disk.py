@@ -65,7 +65,7 @@ def test_a_disk_that_is_full_for_a_while_costs_a_few_lines(tmp_path, capsys):
 def test_a_file_that_the_run_needs_and_the_disk_does_not_take_is_one_line_and_the_run_goes_on_later(
     what, launch, tmp_path
 ):
-    words = [*SFT, "--max_steps", "4", "--save_steps", "2"]
+    words = [*SFT, *"--max_steps 4 --save_steps 2".split()]
     whole = launch("sft", *words, output="whole")
     (tmp_path / "out").mkdir()
     blocked = tmp_path / "out" / (f".{what}.tmp" if what == "summary.json" else what)

@@ -48,7 +48,7 @@ def base(tmp_path):
         lm_of(config).save_pretrained(tmp_path / "base")
         transformers.AutoTokenizer.from_pretrained("data/base_model").save_pretrained(tmp_path / "base")
         words = ["--config", demo("sft"), "--model_name_or_path", str(tmp_path / "base"), "--use_peft"]
-        return ["sft", *words, "--max_steps", "1", "--eval_steps", "0", "--per_device_train_batch_size", "2"]
+        return ["sft", *words, *"--max_steps 1 --eval_steps 0 --per_device_train_batch_size 2".split()]
 
     return save
 

@@ -19,17 +19,8 @@ from tests.tiny import tiny_lm
 
 # With its usual epsilon AdamW turns the rounding of a gradient near 0 into a whole step, and the second
 # gradient is another.
-ONE = ["--per_device_train_batch_size", "8", "--gradient_accumulation_steps", "1", "--max_steps", "3"]
-ONE += [
-    "--adam_epsilon",
-    "1",
-    "--learning_rate",
-    "0.1",
-    "--warmup_steps",
-    "0",
-    "--lr_scheduler_type",
-    "constant",
-]
+ONE = "--per_device_train_batch_size 8 --gradient_accumulation_steps 1 --max_steps 3".split()
+ONE += "--adam_epsilon 1 --learning_rate 0.1 --warmup_steps 0 --lr_scheduler_type constant".split()
 
 
 def limit_memory(monkeypatch, sequences, where="forward"):

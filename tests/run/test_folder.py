@@ -152,15 +152,16 @@ def test_an_unreadable_run_is_not_overwritten(tmp_path):
         resume_point(args)
     assert resume_point(args | {"overwrite_output_dir": True}) is None
     (tmp_path / "out" / "mine.txt").write_text("")
+    (tmp_path / "out" / "bad_batches").mkdir()
     delete_run(tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
 def test_smaller_micro_batches_go_on_as_before(launch, capsys):
-    constant = ["--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    constant = "--lr_scheduler_type constant --warmup_steps 0".split()
     whole = launch("sft", *SFT, *constant, output="whole")
     launch("sft", *SFT, *constant, *HALF, output="split")
-    elastic = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2"]
+    elastic = "--per_device_train_batch_size 2 --gradient_accumulation_steps 2".split()
     resumed = launch("sft", *SFT, *constant, *elastic, output="split")
     said = capsys.readouterr().out
     assert "per_device_train_batch_size: 4 -> 2" in said and "order of the samples" not in said
@@ -252,16 +253,7 @@ def test_edited_inputs_are_noticed(more, launch, tmp_path, monkeypatch):
         f"{tmp_path}/model",
         "--use_peft",
     ]
-    words += [
-        "--save_steps",
-        "1",
-        "--save_best",
-        "eval_loss",
-        "--eval_steps",
-        "1",
-        "--eval_max_new_tokens",
-        "1",
-    ]
+    words += "--save_steps 1 --save_best eval_loss --eval_steps 1 --eval_max_new_tokens 1".split()
     words += ["--eval_dataset_name", f"{tmp_path}/{held}", "--eval_prompts", f"{tmp_path}/prompts.json"]
     whole = launch("sft", *words, "--max_steps", "2", output="whole")
     launch("sft", *words, "--max_steps", "1")
@@ -410,7 +402,7 @@ def test_what_is_read_does_not_lie_in_the_folder(launch, tmp_path):
 
 
 def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
-    words = [*SFT, "--max_steps", "2", "--save_steps", "1"]
+    words = [*SFT, *"--max_steps 2 --save_steps 1".split()]
     output = launch("sft", *words)
 
     def content():
@@ -422,7 +414,7 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     wrong = [
         ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
         ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
-        ["--max_steps", "-1", "--num_train_epochs", "0.1"],  # would end before its checkpoint
+        "--max_steps -1 --num_train_epochs 0.1".split(),  # would end before its checkpoint
     ]
     for more in wrong:
         with pytest.raises(UserError):

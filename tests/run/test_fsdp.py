@@ -133,7 +133,7 @@ def test_losses_samples_checkpoint_and_export_are_those_of_one_process(stage, co
 
 
 def test_a_reward_model_is_that_of_one_process(launch, sharded):
-    words = ["--config", "experiments/configs/reward.yaml", "--max_train_samples", "20", *COMMON.split()]
+    words = [*"--config experiments/configs/reward.yaml --max_train_samples 20".split(), *COMMON.split()]
     one = launch("reward", *words, "--per_device_train_batch_size", "8", output="one")
     two = sharded("reward", *words)
     assert_same(losses(one), losses(two))
@@ -189,9 +189,9 @@ def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, tm
 
 @pytest.mark.parametrize("merge", [False, True])
 def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
-    lora = ["--use_peft", "--lora_r", "4", "--merge_lora", str(merge)]
+    lora = [*"--use_peft --lora_r 4 --merge_lora".split(), str(merge)]
     if not merge:  # from an adapter, which is the reference, too
-        few = ["--max_steps", "2", "--learning_rate", "1e-3", "--eval_steps", "0"]
+        few = "--max_steps 2 --learning_rate 1e-3 --eval_steps 0".split()
         lora += ["--model_name_or_path", str(launch("sft", *words("sft"), *lora, *few, output="start"))]
     one = launch("grpo", *words("grpo"), *lora, "--per_device_train_batch_size", "8", output="one")
     two = sharded("grpo", *words("grpo"), *lora)
@@ -208,7 +208,7 @@ def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
 def test_muon_turns_whole_matrices_and_no_shards_of_them(launch, sharded, words):
     """Its products are in bfloat16, and in another order: a few percent of an update (of shards it would be
     half of it)."""
-    argv = [*words("sft"), "--optim", "muon", "--learning_rate", "1e-3"]
+    argv = [*words("sft"), *"--optim muon --learning_rate 1e-3".split()]
     one, two = launch("sft", *argv, "--per_device_train_batch_size", "8", output="one"), sharded("sft", *argv)
     assert_same(losses(one), losses(two), tolerance=0.02)
     first = load_file(ROOT / "data" / "base_model" / "model.safetensors")

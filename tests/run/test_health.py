@@ -18,22 +18,19 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import events_of, read_metrics, read_rows
+from tests.conftest import ROOT, events_of, read_metrics, read_rows
 
 STAGES = {
     stage: [
         "--config",
         f"data/configs/{stage}.yaml",
-        "--model_name_or_path",
-        "data/base_model",
-        "--eval_steps",
-        "0",
+        *"--model_name_or_path data/base_model --eval_steps 0".split(),
     ]
-    + ["--save_steps", "1", "--save_total_limit", "9", "--logging_steps", "1", "--eval_prompts", ""]
-    + ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "2", "--num_samples", "0"]
+    + [*"--save_steps 1 --save_total_limit 9 --logging_steps 1 --eval_prompts".split(), ""]
+    + "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_samples 0".split()
     for stage in ("pretrain", "sft", "dpo", "grpo")
 }
-STAGES["grpo"] += ["--num_generations", "4", "--max_completion_length", "8", "--beta", "0.02"]
+STAGES["grpo"] += "--num_generations 4 --max_completion_length 8 --beta 0.02".split()
 
 
 def break_calls(monkeypatch, which, add=float("nan"), fields=("nll", "logps")):
@@ -97,11 +94,9 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(not torch.equal(after[name], end[name]) for name in before)  # and the run goes on
     rows = {row["step"]: row for row in read_metrics(output)}
-    assert (
-        "loss" not in rows[3]
-        and rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1
-        and "bad_steps" not in rows[2]
-    )
+    assert "loss" not in rows[3] and ("reward" in rows[3]) == (stage == "grpo")  # of its rollout
+    assert rows[3]["bad_steps"] == rows[4]["bad_steps"] == 1 and "bad_steps" not in rows[2]
+    assert rows[3]["num_tokens"] > rows[2]["num_tokens"]
     assert all(value == value for row in rows.values() for name, value in row.items() if name != "grad_norm")
     assert json.loads((output / "summary.json").read_text())["bad_steps"] == [3]
     assert [event["step"] for event in events_of(output, "bad")] == [3]
@@ -109,8 +104,11 @@ def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(
     lines = read_rows(kept)
     assert kept.name == "step-3.jsonl" and len(lines) >= 4
     assert all(line["trained"] and line["text"] for line in lines)
-    if stage != "grpo":
-        assert all("row" in line["where"] for line in lines)
+    if stage == "sft":
+        rows = read_rows(ROOT / "data" / "sft" / "train.jsonl")
+        for line in lines:
+            row = rows[int(line["where"].rpartition(" ")[2]) - 1]
+            assert row["messages"][-1]["content"] in line["text"]
 
 
 def test_an_infinite_loss_passes_over_the_step_whatever_its_gradient(launch, monkeypatch):

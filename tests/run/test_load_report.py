@@ -19,16 +19,7 @@ SIZE = {
 }
 SIZE |= {"num_key_value_heads": 2, "head_dim": 8}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-SHORT = [
-    "--max_steps",
-    "2",
-    "--eval_steps",
-    "0",
-    "--per_device_train_batch_size",
-    "2",
-    "--learning_rate",
-    "1e-3",
-]
+SHORT = "--max_steps 2 --eval_steps 0 --per_device_train_batch_size 2 --learning_rate 1e-3".split()
 
 
 def gemma3():

@@ -49,17 +49,8 @@ def test_a_run_and_its_second_half_without_what_only_unix_has(stage, launch, tmp
         sys.argv = ["train_{stage}.py", *sys.argv[1:]]
         launch(train_{stage}.main, train_{stage}.Args, demo={demo(stage)!r}, default_model="data/base_model")
     """
-    words = [
-        "--save_steps",
-        "2",
-        "--logging_steps",
-        "1",
-        "--eval_steps",
-        "0",
-        "--lr_scheduler_type",
-        "constant",
-    ]
-    words += ["--dataset_num_proc", "1", "--max_steps"]
+    words = "--save_steps 2 --logging_steps 1 --eval_steps 0 --lr_scheduler_type constant".split()
+    words += "--dataset_num_proc 1 --max_steps".split()
     for last in ("2", "4"):
         done = without_unix(code, *words, last, "--output_dir", tmp_path / "out")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -116,7 +107,7 @@ def float64_in(values) -> bool:
 def test_no_float64_reaches_a_device_that_has_none(stage, launch, monkeypatch):
     assert finest_dtype(torch.device("mps")) == torch.float32
     monkeypatch.setattr(common.memory, "WITHOUT_FLOAT64", ("cpu", "mps"))
-    words = ["--config", ROOT / demo(stage), "--max_steps", "1", "--logging_steps", "1", "--eval_steps", "0"]
+    words = ["--config", ROOT / demo(stage), *"--max_steps 1 --logging_steps 1 --eval_steps 0".split()]
     with NoFloat64():
         output = launch(stage, *words, "--model_name_or_path", "data/base_model")
     assert len([row for row in read_metrics(output) if "grad_norm" in row]) == 1

@@ -43,10 +43,7 @@ def two(tmp_path, token_cache, monkeypatch):
         launcher.write_text(LAUNCHER.format(stage=stage, change=change))
         command = [
             sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--config_file",
-            "accelerate_configs/cpu_ddp.yaml",
+            *"-m accelerate.commands.launch --config_file accelerate_configs/cpu_ddp.yaml".split(),
         ]
         command += [
             "--main_process_port",
@@ -100,7 +97,7 @@ def uneven(model, prompts, keys, **options):
     return sample(model, prompts, keys, stop_ids=list(range(512)) if RANK == 0 else [], **options)
 sampler.sample = uneven
 """
-    run, output, _ = two("grpo", [*GRPO, "--beta", "0.04", "--num_iterations", "2"], change)
+    run, output, _ = two("grpo", [*GRPO, *"--beta 0.04 --num_iterations 2".split()], change)
     assert run.returncode == 0, run.stderr[-4000:]
     rows = train_metrics(output)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -138,7 +135,7 @@ FlatModel.forward = limited
 
 
 def test_one_of_two_processes_runs_out_of_memory(launch, two):
-    words = [*SFT, "--per_device_train_batch_size", "4", "--eval_steps", "0"]
+    words = [*SFT, *"--per_device_train_batch_size 4 --eval_steps 0".split()]
     whole = losses(launch("sft", *words, "--per_device_train_batch_size", "8"))
     run, output, _ = two("sft", [*words, "--auto_micro_batch"], LIMITED)
     assert run.returncode == 0, run.stderr[-6000:]

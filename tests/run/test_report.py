@@ -13,20 +13,14 @@ BASE = [
     "data/base_model",
     "--eval_prompts",
     "",
-    "--num_samples",
-    "0",
-    "--save_steps",
-    "0",
+    *"--num_samples 0 --save_steps 0".split(),
 ]
 STAGES = {
     stage: [
         "--config",
         f"data/configs/{stage}.yaml",
         *BASE,
-        "--max_train_samples",
-        "40",
-        "--max_eval_samples",
-        "10",
+        *"--max_train_samples 40 --max_eval_samples 10".split(),
     ]
     for stage in ("pretrain", "sft", "dpo", "grpo")
 }
@@ -75,7 +69,7 @@ def test_a_dry_run_does_not_touch_a_run_that_is_there(launch, capsys):
 
 def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     some = write_chats(tmp_path / "some.jsonl", CHATS)
-    words = [*STAGES["sft"], "--dataset_name", some, "data/sft", "--dataset_weights", "1", "3", "--packing"]
+    words = [*STAGES["sft"], "--dataset_name", some, *"data/sft --dataset_weights 1 3 --packing".split()]
     output = launch(
         "sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2"
     )
@@ -119,7 +113,7 @@ def test_each_source_has_its_own_evaluation_loss_beside_the_weighted_mean(stage,
         "3",
         "1",
     ]
-    words += ["--eval_fraction", "0.3", "--max_steps", "1", "--eval_steps", "1", "--max_eval_samples", "12"]
+    words += "--eval_fraction 0.3 --max_steps 1 --eval_steps 1 --max_eval_samples 12".split()
     row = next(row for row in read_metrics(launch(stage, *words)) if "eval_loss" in row)
     own = [row[f"eval_{name}_loss"] for name in (stage, "validation")]
     # At the first step all preference losses are ln 2.

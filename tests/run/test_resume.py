@@ -118,7 +118,7 @@ def test_an_evaluation_changes_no_dropout(launch, tmp_path):
 )
 def test_killed_runs_resume_with_the_same_command(stage, launch, tmp_path):
     settings = STAGES.get(stage, STAGES["grpo" if stage == "grpo_ahead" else "sft"])
-    arguments = [*settings, *COMMON, "--max_steps", "60", "--save_steps", "5", "--eval_steps", "0"]
+    arguments = [*settings, *COMMON, *"--max_steps 60 --save_steps 5 --eval_steps 0".split()]
     whole = launch(stage, *arguments, output="whole")
     command = [sys.executable, *words_of(stage), *arguments, "--output_dir", str(tmp_path / "killed")]
     process = subprocess.Popen(

@@ -7,11 +7,12 @@ from pathlib import Path
 import signal
 import time
 
+from accelerate import Accelerator
 from common import START
 from common.args import CommonArgs
 from common.run.folder import checkpoints
 from common.run.retry import Retry
-from common.run.signals import EXIT_CODE, Clock
+from common.run.signals import EXIT_CODE, Clock, Signals
 import psutil
 import pytest
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from tests.conftest import read_metrics
 from tests.run.script import Script
 from tests.run.test_resume import COMMON, STAGES
 
-SFT = [*STAGES["sft"], *COMMON, "--eval_steps", "0", "--save_steps", "0"]
+SFT = [*STAGES["sft"], *COMMON, *"--eval_steps 0 --save_steps 0".split()]
 LONG = ["--max_steps", "100000"]
 
 
@@ -113,7 +114,7 @@ def test_a_run_whose_launcher_was_killed_stops(tmp_path, token_cache):
 
 
 def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):
-    words = [*STAGES["sft"], *COMMON, "--max_hours", "1e-6", "--max_steps", "3"]
+    words = [*STAGES["sft"], *COMMON, *"--max_hours 1e-6 --max_steps 3".split()]
     for step in (1, 2):
         with pytest.raises(SystemExit) as left:
             launch("sft", *words)
@@ -134,6 +135,17 @@ def test_the_clock_leaves_room_for_a_save(monkeypatch):
             minutes += 2
             clock.saved()
     assert said == {21: "save", 44: "save", 54: "stop"}
+
+
+def test_of_several_requests_the_largest_counts():
+    signals = Signals(Accelerator(cpu=True), CommonArgs(save_minutes=1e-9))
+    told = ["", signals.poll()]  # the first time nothing has been trained
+    for numbers in ([], [signal.SIGTERM], [signal.SIGTERM, signal.SIGUSR1], []):
+        for number in numbers:
+            signal.raise_signal(number)
+        told.append(signals.poll())
+    signals.close()
+    assert told == ["", "", "save", "stop", "stop", "save"]
 
 
 def test_the_clock_saves(launch):

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 
+from common.run.progress import Progress
 from common.run.signals import EXIT_CODE
 import pytest
 
@@ -36,7 +37,7 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
     data = tmp_path / "\x1b[31mred.jsonl"
     write_rows(data, rows)
     command = [sys.executable, "train_sft.py", "--model_name_or_path", str(BASE), "--dataset_name", str(data)]
-    command += ["--max_steps", "2", "--eval_fraction", "0.3", "--output_dir", str(tmp_path / "\x1b[32mout")]
+    command += [*"--max_steps 2 --eval_fraction 0.3 --output_dir".split(), str(tmp_path / "\x1b[32mout")]
     command += ["--eval_max_new_tokens", "4", "--dataset_cache_dir", str(tmp_path / "cache")]
     for more in ([], ["--learning_rat\x1b[5m", "1"], ["--dataset_name", "\x1b[6mmissing.jsonl"]):
         run = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, timeout=200)
@@ -51,10 +52,20 @@ def test_nothing_from_data_file_names_or_completions_reaches_the_terminal_as_a_c
             ]
 
 
+def test_the_time_left_goes_by_the_steps_of_this_process(monkeypatch, capsys):
+    """Of a run that was resumed at step 4: two steps in ten seconds, and four are left."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    progress = Progress("sft", 4, 10)
+    now[0] = 10.0
+    progress.on_log(6, {"loss": 1.0, "tokens_per_second": 5.0})
+    assert capsys.readouterr().out == "step 6/10: loss 1.0000, rate 0, 5 tok/s, 00:20 left\n"
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_log_has_a_line_for_each_logged_step_and_a_terminal_a_bar(terminal, tmp_path, token_cache):
     output = tmp_path / "out"
-    words = [*SFT, "--max_steps", "4", "--logging_steps", "2", "--eval_steps", "0"]
+    words = [*SFT, *"--max_steps 4 --logging_steps 2 --eval_steps 0".split()]
     words += ["--dataset_cache_dir", str(token_cache), "--output_dir", str(output)]
     ours, theirs = pty.openpty() if terminal else os.pipe()
     if terminal:

@@ -12,15 +12,17 @@ from types import SimpleNamespace
 
 from common.args import CommonArgs
 from common.errors import UserError
-from common.evaluate import summarise
+from common.evaluate import EvalPrompts, complete_prompts, summarise
 import common.run.signals  # noqa: F401  its import sets what children do at signals
+from common.sampling.generate import Sampled
 from common.sampling.rewards import Reward, check_columns, from_file, load_rewards, score, score_by_name
 from common.sampling.rollout import rollout_metrics
+from common.sampling.sampler import sample_shared, score_shared
 import pytest
 import torch
 import transformers
 
-from tests.data.rows import line
+from tests.data.rows import alone, base_tokenizer, line, process
 from tests.data.templates import LLAMA3, make_tokenizer
 from tests.tiny import SIZE
 
@@ -283,6 +285,35 @@ def test_a_users_file_may_define_dataclasses(tmp_path):
     assert run(user_file(tmp_path, source), ["a"]) == [1]
 
 
+# --- on several processes -----------------------------------------------------------------------------------
+
+
+def test_processes_sample_and_score_each_its_share(monkeypatch):
+    """With the key, the limit and the row of each prompt: together they have what one process has."""
+    monkeypatch.setattr("common.processes.gather_object", list)  # here a process gathers its own alone
+    limits = list(range(7))
+    prompts, keys, rows = [], [], []
+    for i in limits:
+        prompts.append([i])
+        keys.append((9, i))
+        rows.append({"prompt": str(i)})
+
+    def together(prompts, keys, max_new_tokens):
+        return list(zip(prompts, keys, max_new_tokens, strict=True))
+
+    def own(prompts, completions, completion_ids):
+        return [int(a + b) + c for a, b, [c] in zip(prompts, completions, completion_ids, strict=True)]
+
+    sampled, scores = [], []
+    for rank in range(3):
+        accelerator = process(rank, 3)
+        accelerator.autocast = contextlib.nullcontext
+        sampled += sample_shared(accelerator, SimpleNamespace(sample=together), prompts, keys, limits)
+        scores += score_shared(accelerator, [Reward("own", own)], rows, list("0123456"), prompts)
+    assert sampled == together(prompts, keys, limits)
+    assert scores == [[12 * i] for i in limits]
+
+
 # --- scoring an evaluation ----------------------------------------------------------------------------------
 
 
@@ -410,6 +441,28 @@ def test_abstentions_count_in_no_mean():
     scored = [of(reward) for reward in (1, 1, None, None)]
     found = rollout_metrics(scored, [SimpleNamespace(name="f")], 2)
     assert (found["reward"], found["rewards/f/mean"], found["frac_reward_zero_std"]) == (1, 1, 1)
+
+
+def test_an_evaluation_draws_by_the_seed_and_the_place(monkeypatch):
+    asked = []
+
+    def draw(accelerator, sampler, prompts, keys, limits):
+        asked.append((sampler.settings["temperature"], keys, limits))
+        return [Sampled([0], [0.0], True)] * len(prompts)
+
+    monkeypatch.setattr("common.evaluate.sample_shared", draw)
+    args = CommonArgs(seed=7, eval_temperatures=[0.0, 0.8], eval_max_new_tokens=5)
+    rows = [{"prompt": text, "prompt_ids": [1]} for text in ("a", "b")]
+    _, samples = complete_prompts(
+        args, alone(), torch.nn.Module(), base_tokenizer(), EvalPrompts(rows, [], None)
+    )
+    assert asked == [(temperature, [(7, 0), (7, 1)], [5, 5]) for temperature in (0.0, 0.8)]
+    assert [(line["temperature"], line["prompt"]) for line in samples] == [
+        (0, "a"),
+        (0, "b"),
+        (0.8, "a"),
+        (0.8, "b"),
+    ]
 
 
 @pytest.mark.parametrize("ends", ["return [1.0]", "1 / 0"])

@@ -93,7 +93,7 @@ def server(files):
         str(files / "model"),
         *OPTIONS.split(),
     ]
-    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port)]
+    command += [*"--served-model-name policy --host 127.0.0.1 --port".split(), str(port)]
     environ = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
     }

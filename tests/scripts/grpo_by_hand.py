@@ -351,6 +351,7 @@ def check(run, s, steps=None):
     """Advantages, loss, gradient and metrics of the steps; returns how far the ratios are from 1 on average,
     step by step."""
     start, distances = exact(run.model), []
+    tokens = 0
     for step in range(len(run.rows)) if steps is None else steps:
         rollout = run.rollouts[step // s.cycle]
         old = run.policy(step // s.cycle * s.cycle)
@@ -363,9 +364,10 @@ def check(run, s, steps=None):
         )
         policy = run.policy(step)
         sampler = run.policy(max(0, step // s.cycle - s.rollout_ahead) * s.cycle)
-        loss, means = window_loss(
-            policy, old, sampler, start, rollout, step % s.cycle % s.steps_per_generation, s
-        )
+        window = step % s.cycle % s.steps_per_generation
+        loss, means = window_loss(policy, old, sampler, start, rollout, window, s)
+        tokens += sum(len(c.prompt_ids + c.ids) for c in rollout[window * s.size : (window + 1) * s.size])
+        assert steps or run.rows[step]["num_tokens"] == tokens
         assert run.rows[step]["step"] == step + 1
         # The loss is a sum of parts that cancel.
         assert run.rows[step]["loss"] == pytest.approx(loss.item(), rel=3e-4, abs=3e-5)

@@ -20,19 +20,8 @@ from tests.conftest import read_rows, train_metrics
 from tests.scripts.texts import tokenizer
 
 # Every step is one line of the metrics, and the gradient reaches AdamW as it is.
-PLAIN = [
-    "--logging_steps",
-    "1",
-    "--eval_steps",
-    "0",
-    "--save_steps",
-    "0",
-    "--num_samples",
-    "0",
-    "--max_grad_norm",
-    "0",
-]
-PLAIN += ["--lr_scheduler_type", "constant", "--warmup_steps", "0", "--dataset_num_proc", "1"]
+PLAIN = "--logging_steps 1 --eval_steps 0 --save_steps 0 --num_samples 0 --max_grad_norm 0".split()
+PLAIN += "--lr_scheduler_type constant --warmup_steps 0 --dataset_num_proc 1".split()
 
 
 # --- models -------------------------------------------------------------------------------------------------
@@ -294,17 +283,8 @@ def adamw_update(
 
 
 # Settings of AdamW none of which is the default of a script.
-ADAMW = ["--adam_beta1", "0.8", "--adam_beta2", "0.7", "--adam_epsilon", "1e-3", "--weight_decay", "0.5"]
-ADAMW += [
-    "--lr_scheduler_type",
-    "linear",
-    "--learning_rate",
-    "3e-3",
-    "--min_lr_ratio",
-    "0.1",
-    "--warmup_steps",
-    "2",
-]
+ADAMW = "--adam_beta1 0.8 --adam_beta2 0.7 --adam_epsilon 1e-3 --weight_decay 0.5".split()
+ADAMW += "--lr_scheduler_type linear --learning_rate 3e-3 --min_lr_ratio 0.1 --warmup_steps 2".split()
 
 
 def assert_adamw(run: Run) -> None:

@@ -45,6 +45,7 @@ TABLE = [
         "--dataset_weights",
     ),
     ("sft", f"{SFT} --model_name_or_path no/such-model", "no/such-model"),
+    ("sft", f"{SFT} --eval_dataset_name long.jsonl --max_length 4096", "the model has 512 positions"),
     ("sft", f"{SFT} --dataset_name no/such-data", "no file or folder here"),
     ("pretrain", "--dataset_name texts.jsonl --use_peft --max_length 64", "--model_name_or_path"),
     ("dpo", f"{DPO} --loss_type ipo --label_smoothing 0.1", "--label_smoothing"),
@@ -52,6 +53,7 @@ TABLE = [
     ("dpo", f"{DPO} --dataset_streaming --precompute_ref_log_probs", "--dataset_streaming"),
     ("grpo", f"{GRPO} --num_generations 3", "num_generations 3"),
     ("grpo", f"{GRPO} --loss_type cispo --epsilon_high 0.28", "--epsilon_high"),
+    ("grpo", f"{GRPO} --loss_type cispo", "--epsilon_high"),
     ("grpo", f"{GRPO} --temperature 0", "--temperature"),
     ("grpo", f"{GRPO} --reward_weights 1 2 3", "--reward_weights"),
     ("grpo", f"{ONE} rewards.py:fails", "fails"),
@@ -89,6 +91,7 @@ def files(tmp_path):
     (tmp_path / "rewards.py").write_text(REWARDS)
     write_rows(tmp_path / "columns.jsonl", [{"question": "1+1?", "solution": "2"}])
     write_rows(tmp_path / "questions.jsonl", [{"messages": CHAT["messages"][:1]}])
+    write_rows(tmp_path / "long.jsonl", [LONG])
     write_rows(tmp_path / "pairs.jsonl", [PAIR] * 4)
     write_rows(tmp_path / "labelled.jsonl", [LABELLED])
     write_rows(tmp_path / "texts.jsonl", [{"text": "one two three " * 30}] * 8)

@@ -1,5 +1,6 @@
 """train_dpo.py against float64: which answer is which, what each loss type is, and what the reference is."""
 
+import json
 import math
 
 import pytest
@@ -180,6 +181,9 @@ def test_a_step_is_the_same_however_its_pairs_are_laid_out(way, launch, data, mo
     }[way]
     run = dpo(launch, data, model, *flags, "--sft_weight", 0.5, "--beta", 0.4, batch=batch)
     assert len(run.rows) == steps[-1] + 1
+    if way == "packed":  # a pair is two sequences
+        facts = json.loads((run.output / "dataset.json").read_text())
+        assert facts["packing"]["max_length"] == 2 * 64
     check(run, LAID_OUT, steps=steps, sft_weight=0.5, beta=0.4)
 
 
@@ -255,5 +259,8 @@ def test_dropout_is_off(precompute, kind, launch, data, tmp_path):
     ]
     run = dpo(launch, data, model, *flags, "--max_steps", 3, "--learning_rate", 0)
     assert [row["loss"] for row in run.rows] == pytest.approx([math.log(2)] * 3, abs=1e-5)
+    assert all(
+        row["rewards/accuracies"] == row["rewards/margins"] == 0 for row in run.rows
+    )  # a tie is no win
     assert [row["eval_loss"] for row in run.evals] == pytest.approx([math.log(2)] * 4, abs=1e-5)
     check(run, LAID_OUT)

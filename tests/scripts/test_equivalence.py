@@ -87,16 +87,8 @@ def test_a_window_of_a_token_budget_split_over_two_processes_gives_the_same_loss
 ):
     """Micro-batches filled by tokens, from two weighted sources, packed, streamed: who computes what makes no
     difference."""
-    words = [
-        "--dataset_name",
-        "data/sft",
-        "data/sft/validation.jsonl",
-        "--dataset_weights",
-        "2",
-        "1",
-        "--packing",
-    ]
-    words += ["--dataset_streaming", "--max_tokens_per_batch", "256", "--max_steps", "3"]
+    words = "--dataset_name data/sft data/sft/validation.jsonl --dataset_weights 2 1 --packing".split()
+    words += "--dataset_streaming --max_tokens_per_batch 256 --max_steps 3".split()
     words += ["--max_length", "256"]
     whole = losses(launch("sft", *arguments("sft", 8, 2), *words))
     assert_same(whole, losses(two_processes("sft", tmp_path / "two", *arguments("sft", 8, 1), *words)))

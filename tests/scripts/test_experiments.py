@@ -151,10 +151,7 @@ def test_an_experiment_runs_as_a_module_and_as_a_copy(name, tmp_path, monkeypatc
     words += MORE.get(name, "").split()
     launcher = [
         sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        "accelerate_configs/cpu.yaml",
+        *"-m accelerate.commands.launch --config_file accelerate_configs/cpu.yaml".split(),
     ]
     copy = tmp_path / f"train_{name}.py"
     copy.write_text(path_of(name).read_text())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import read_rows, write_rows
+from tests.data.rows import process
 from tests.sampling.fake_vllm import FakeVLLM
 from tests.scripts.grpo_by_hand import (
     LONGEST,
@@ -25,6 +26,7 @@ from tests.scripts.grpo_by_hand import (
 )
 from tests.scripts.one_step import DROPOUT, assert_metrics, exact, logits_of, make_model, norm, watched
 from tests.scripts.texts import chat, prompt_ids
+import train_grpo
 
 
 @pytest.fixture
@@ -164,13 +166,11 @@ def test_functions_count_by_their_weights(grpo, model):
 
 
 def test_the_metrics_of_a_rollout(grpo, model):
-    """Lengths, what was cut, rewards and their spread, and the tokens so far."""
+    """Lengths, what was cut, rewards and their spread."""
     run = grpo(model, "--max_steps", 2, rows=chat_rows(("any", "flat", "flat", "any")))
-    tokens = 0
     for row, rollout in zip(run.rows, run.rollouts, strict=True):
         lengths = [len(c.ids) for c in rollout]
         groups = [[c.rewards[0] for c in rollout[at : at + 4]] for at in (0, 4)]
-        tokens += sum(len(c.prompt_ids) + len(c.ids) for c in rollout)
         logged = {
             "reward": statistics.mean(value for group in groups for value in group),
             "reward_std": statistics.mean(statistics.stdev(group) for group in groups),
@@ -180,7 +180,6 @@ def test_the_metrics_of_a_rollout(grpo, model):
             "completions/max_length": max(lengths),
             "completions/clipped_ratio": sum(not c.finished for c in rollout) / 8,
             "completions/mean_terminated_length": statistics.mean(len(c.ids) for c in rollout if c.finished),
-            "num_tokens": tokens,
         }
         assert_metrics(row, logged)
 
@@ -188,11 +187,27 @@ def test_the_metrics_of_a_rollout(grpo, model):
 # --- the rollouts -------------------------------------------------------------------------------------------
 
 
+def test_each_process_has_the_weights_of_its_own_completions():
+    """Of the loss type in which they differ: the tokens of a completion weigh 1 / completions together."""
+    lengths, found = [3, 5, 2, 9, 4, 1, 7, 6], []
+    completions = []
+    for n in lengths:
+        given = {"prompt_ids": [7, 7]}, list(range(n)), [0.0] * n, True, "", [1.0], True, 1.0, 1.0
+        completions.append(train_grpo.Completion(*given))
+    args = train_grpo.Args(loss_type="grpo", steps_per_generation=2)
+    for rank in range(2):
+        for window in train_grpo.make_windows(completions, args, process(rank, 2, 2)):
+            for sequence in window.sequences:
+                found.append(int(sequence["loss_mask"].sum()))
+                assert sequence["token_weight"].sum() == pytest.approx(1 / 4)
+    assert sorted(found) == sorted(lengths)
+
+
 def test_rollouts_follow_the_data(grpo, model):
     """G completions of a prompt stand together; rollouts do not overlap, and each prompt comes once in an
     epoch, which is what num_train_epochs counts."""
     flags = ["--per_device_train_batch_size", 4, "--steps_per_generation", 2, "--learning_rate", 0]
-    run = grpo(model, *flags, "--num_train_epochs", 2.75)  # the last rollout begins within it
+    run = grpo(model, *flags, "--num_train_epochs", 2.6)  # the last rollout begins within it
     assert len(run.rows) == 12 and len(run.rollouts) == 6 and run.starts == [0, 2, 4, 6, 8, 10]
     orders = []
     for rollout in run.rollouts:

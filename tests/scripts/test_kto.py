@@ -93,7 +93,7 @@ LOSSES = {
         {"beta": 0.1, "weights": (0.2, 2.0)},
     ),
     "apo": (
-        ["--loss_type", "apo_zero_unpaired", "--beta", "0.3"],
+        "--loss_type apo_zero_unpaired --beta 0.3".split(),
         {"beta": 0.3, "loss_type": "apo_zero_unpaired"},
     ),
 }

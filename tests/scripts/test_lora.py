@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 
 FEW = "--max_steps 2 --logging_steps 1 --eval_steps 0 --max_train_samples 8 --per_device_train_batch_size 8".split()
 FEW += "--use_peft --lora_r 4 --save_steps 1 --save_total_limit 0 --learning_rate 1e-3".split()
-ON = [*FEW, "--sft_weight", "0", "--precompute_ref_log_probs", "false"]  # of DPO
+ON = [*FEW, *"--sft_weight 0 --precompute_ref_log_probs false".split()]  # of DPO
 
 
 def without_chatml(folder):
@@ -88,16 +88,13 @@ def test_dpo_goes_on_with_an_adapter_whose_start_is_the_reference(launch, base, 
 def test_every_stage_runs_on_a_quantised_base(bits, launch, base, capsys):
     pytest.importorskip("bitsandbytes")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    words = [*FEW, bits, "--gradient_checkpointing", "--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    words = [*FEW, bits, *"--gradient_checkpointing --lr_scheduler_type constant --warmup_steps 0".split()]
     tuned = [
         *stage("sft"),
         *words,
         "--model_name_or_path",
         base,
-        "--chat_template",
-        "chatml",
-        "--max_steps",
-        "4",
+        *"--chat_template chatml --max_steps 4".split(),
     ]
     whole = launch("sft", *tuned, output="whole")
     assert train_metrics(whole)[-1]["loss"] < train_metrics(whole)[0]["loss"]

@@ -17,17 +17,8 @@ from tests.conftest import ROOT, read_metrics, run_script, train_metrics, write_
 from tests.scripts.one_step import exact, token_scores
 from tests.scripts.texts import BASE, ids_of, prompt_ids, tokenizer
 
-COMMON = ["--model_name_or_path", str(BASE), "--eval_steps", "0", "--logging_steps", "1", "--save_steps", "0"]
-COMMON += [
-    "--lr_scheduler_type",
-    "constant",
-    "--warmup_steps",
-    "0",
-    "--learning_rate",
-    "1e-3",
-    "--num_samples",
-    "0",
-]
+COMMON = ["--model_name_or_path", str(BASE), *"--eval_steps 0 --logging_steps 1 --save_steps 0".split()]
+COMMON += "--lr_scheduler_type constant --warmup_steps 0 --learning_rate 1e-3 --num_samples 0".split()
 BLOCKS = "import common.data.stream\ncommon.data.stream.BLOCK_ROWS = {}\n"  # of a stream: all rows
 KILL = """        if step == 3 and not os.path.exists(args.output_dir + "/killed"):
             open(args.output_dir + "/killed", "w").close()
@@ -215,7 +206,7 @@ HEAD = {
 @pytest.fixture
 def flags(tmp_path):
     write_chats(tmp_path / "rows.jsonl", seed=0, count=24)
-    return ["--dataset_name", tmp_path / "rows.jsonl", "--max_steps", "6", "--save_steps", "2"]
+    return ["--dataset_name", tmp_path / "rows.jsonl", *"--max_steps 6 --save_steps 2".split()]
 
 
 @pytest.mark.slow
@@ -235,17 +226,8 @@ def test_a_value_head_is_trained_killed_resumed_and_exported_bit_for_bit(train, 
 @pytest.mark.slow
 def test_the_head_that_is_exported_is_that_of_the_best_step_also_beside_a_merged_adapter(train, flags):
     pytest.importorskip("peft")
-    flags += ["--eval_dataset_name", flags[1], "--use_peft", "--merge_lora", "--save_steps", "1"]
-    flags += [
-        "--eval_steps",
-        "1",
-        "--save_total_limit",
-        "9",
-        "--max_steps",
-        "4",
-        "--save_best",
-        "max:eval_loss",
-    ]
+    flags += ["--eval_dataset_name", flags[1], *"--use_peft --merge_lora --save_steps 1".split()]
+    flags += "--eval_steps 1 --save_total_limit 9 --max_steps 4 --save_best max:eval_loss".split()
     output = train(changed(**HEAD), *flags, "--learning_rate", "3e-3")
     best = json.loads((output / "summary.json").read_text())["best"]["step"]
     assert best < 4  # of a loss that falls the largest one

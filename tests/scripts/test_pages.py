@@ -150,10 +150,7 @@ def test_every_metric_that_is_written_is_explained(launch):
     runs["distill"] += [
         "--teacher_model_name_or_path",
         teacher(),
-        "--lmbda",
-        "0.5",
-        "--dataset_name",
-        "data/sft",
+        *"--lmbda 0.5 --dataset_name data/sft".split(),
     ]
     for name, more in runs.items():
         stage = name if name in EXPERIMENTS else name.split("_")[0]
@@ -352,10 +349,7 @@ def test_the_chain_of_the_demo_runs(local):
         command = [
             sys.executable,
             str(ROOT / f"train_{stage}.py"),
-            "--max_steps",
-            "2",
-            "--eval_steps",
-            "0",
+            *"--max_steps 2 --eval_steps 0".split(),
             *words,
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
@@ -438,7 +432,7 @@ def test_the_slurm_job_hands_on_machines_ranks_and_addresses(tmp_path):
         "SLURM_GPUS_ON_NODE": "4",
     }
     env |= {"SLURM_JOB_NODELIST": "node[07-08]", "RESUBMIT": "1", "OUTPUT_DIR": str(tmp_path / "out")}
-    command = ["bash", "accelerate_configs/slurm.sh", "train_sft.py", "--system_prompt", "two words"]
+    command = [*"bash accelerate_configs/slurm.sh train_sft.py --system_prompt".split(), "two words"]
     assert subprocess.run(command, cwd=ROOT, env=env).returncode == 0
     calls = (tmp_path / "calls").read_text().splitlines()
     wanted = "--num_machines 2 --num_processes 8 --machine_rank {} --main_process_ip node07 --main_process_port 20005 train_sft"

@@ -2,6 +2,7 @@
 
 import math
 
+from common.errors import UserError
 from common.evaluate import bytes_per_token
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.scripts.one_step import (
     watched,
 )
 from tests.scripts.texts import BASE, ids_of, tokenizer
+import train_pretrain
 
 DOCUMENTS = [
     "Question: What is 10+5?\nAnswer: 15",
@@ -80,6 +82,30 @@ def test_every_token_that_follows_another_is_trained(packing, launch, data, base
     sequences = rows_of(DOCUMENTS, packing)
     assert len(run.rows) == 1
     assert_nll_step(run, base, sequences, num_tokens=sum(len(ids) for ids, _ in sequences))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--model_name_or_path m", "m"),
+        ("--model_name_or_path m --tokenizer_name t", "t"),
+        ("--config_name c", "c"),
+        ("--config_name c --tokenizer_name t", "t"),
+    ],
+)
+def test_of_two_names_of_a_tokenizer_its_own_counts(words, named, launch, monkeypatch):
+    def load(args, source):
+        raise UserError(f"loaded: {source}")
+
+    monkeypatch.setattr("train_pretrain.load_tokenizer", load)
+    with pytest.raises(UserError, match=f"loaded: {named}$"):
+        launch("pretrain", *words.split())
+
+
+def test_experts_of_a_new_model_are_balanced_unless_that_is_switched_off():
+    given = [train_pretrain.Args(num_experts=4, router_aux_loss_coef=coef) for coef in (None, 0.0, 0.5)]
+    assert [args.router_aux_loss_coef for args in given] == [0.01, 0.0, 0.5]
+    assert train_pretrain.Args().router_aux_loss_coef is None
 
 
 @pytest.mark.parametrize(("packing", "size"), [("wrapped", 2), ("bfd", 1)])

@@ -25,10 +25,7 @@ HELD_OUT = [row | {"margin": m} for row, m in zip(pair_rows(HELD_OUT_PAIRS), (1.
 FLAGS = [
     "--per_device_train_batch_size",
     4,
-    "--learning_rate",
-    "1e-2",
-    "--center_rewards_coefficient",
-    "0.05",
+    *"--learning_rate 1e-2 --center_rewards_coefficient 0.05".split(),
 ]
 
 
@@ -125,10 +122,7 @@ def test_a_regression_on_a_number_also_of_plain_text(launch, model, tmp_path):
     words += [
         "--eval_dataset_name",
         tmp_path / "rows.jsonl",
-        "--objective",
-        "regression",
-        "--learning_rate",
-        "1e-2",
+        *"--objective regression --learning_rate 1e-2".split(),
     ]
     words += "--max_steps 6 --eval_steps 6 --save_steps 0".split()
     output = launch("reward", *words)

@@ -65,14 +65,9 @@ def test_code_of_a_model_folder_is_not_run_unless_asked(what, custom, asked, lau
     elif what == "config":
         words = ["--config", "data/configs/pretrain.yaml"]
     elif what == "reward":
-        words = [
-            "--config",
-            "data/configs/grpo.yaml",
-            "--model_name_or_path",
-            "data/base_model",
-            "--reward_weights",
-            "1",
-        ]
+        words = (
+            "--config data/configs/grpo.yaml --model_name_or_path data/base_model --reward_weights 1".split()
+        )
     with pytest.raises(UserError, match="custom code") as refused:
         launch(stage, *words, flag, named)
     assert "\n" not in str(refused.value) and str(folder) in str(refused.value)

@@ -285,3 +285,36 @@ def test_a_model_with_a_state_trains_and_is_sampled(kind, stages, launch, tmp_pa
             == AutoConfig.from_pretrained(model).architectures
         )
         model = output
+
+
+# --- mixed precision ----------------------------------------------------------------------------------------
+
+# One window is all of the data and of the evaluation, and nothing is learned.
+STILL = "--learning_rate 0 --max_steps 1 --eval_steps 2 --num_samples 0 --max_train_samples 4 --max_eval_samples 4"
+STILL += " --per_device_train_batch_size 4 --per_device_eval_batch_size 4"
+IN_HALF = {
+    "dpo": "--dataset_name data/dpo --eval_dataset_name data/dpo/train.jsonl",
+    "grpo": f"{FEW['grpo']} --beta 0.1 --epsilon 0 --num_iterations 2 --max_steps 2 --max_train_samples 2000"
+    " --eval_dataset_name data/grpo --max_eval_samples 40 --per_device_train_batch_size 8",
+}
+
+
+@pytest.mark.parametrize("stage", IN_HALF)
+def test_in_bfloat16_everything_is_rounded_alike(stage, launch, monkeypatch):
+    """Training, evaluation, the old model and the reference: what is computed twice is the same twice, and
+    none of it is what float32 gives."""
+    words = [*BASE.split(), *STILL.split(), *IN_HALF[stage].split()]
+    whole = launch(stage, *words, output="whole")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    half = launch(stage, *words, output="half")
+    same, rounded = {}, 0
+    for row, in_float32 in zip(read_metrics(half), read_metrics(whole), strict=True):
+        assert row.keys() == in_float32.keys()
+        for name, value in row.items():
+            plain = name.removeprefix("eval_")
+            if plain.startswith(("rewards/chosen", "rewards/rejected", "clip_ratio", "kl", "frac_idle")):
+                assert value == 0
+            elif plain in ("loss", "entropy", "logps/chosen", "nll_loss", "length"):
+                assert value == pytest.approx(same.setdefault(plain, value), rel=1e-6)
+                rounded += value != pytest.approx(in_float32[name], rel=1e-5)
+    assert rounded >= 4

@@ -120,7 +120,7 @@ def test_rejection_sampling_trains_on_the_answers_that_are_accepted(launch, mode
     rows[1]["tools"] = [
         {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
     ]
-    code = "def short(completion_ids, kind, **_):\n    return [None if k == 'W' else len(ids) / 9 for k, ids in zip(kind, completion_ids)]"
+    code = "def short(completion_ids, kind, **_):\n    return [None if k == 'W' else len(ids) / 10 for k, ids in zip(kind, completion_ids)]"
     (tmp_path / "rewards.py").write_text(code)
     words = ["--model_name_or_path", model, "--dataset_name", write_rows(tmp_path / "rows.jsonl", rows)]
     words += ["--reward_funcs", f"{tmp_path}/rewards.py:short", "--reward_threshold", "0.2", "--seed", 5]

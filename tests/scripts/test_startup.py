@@ -10,7 +10,7 @@ from tests.conftest import run_script
 
 @pytest.mark.parametrize(("words", "code", "said"), [
     (["train_grpo.py", "--help"], 0, "--learning_rate FLOAT"),
-    (["train_sft.py", "--learning_rat", "1"], 1, "error: "),
+    ("train_sft.py --learning_rat 1".split(), 1, "error: "),
 ])  # fmt: skip
 def test_help_is_on_one_side_and_a_mistake_one_line_on_the_other(words, code, said):
     run = run_script([sys.executable, *words])
@@ -20,7 +20,7 @@ def test_help_is_on_one_side_and_a_mistake_one_line_on_the_other(words, code, sa
 
 @pytest.mark.parametrize("variables", [{"ACCELERATE_MIXED_PRECISION": "int3"}, {"WORLD_SIZE": "2"}], ids=str)
 def test_an_environment_that_accelerate_cannot_use_is_one_line(variables, tmp_path):
-    command = [sys.executable, "train_sft.py", "--max_steps", "1", "--output_dir", str(tmp_path / "out")]
+    command = [sys.executable, *"train_sft.py --max_steps 1 --output_dir".split(), str(tmp_path / "out")]
     run = run_script(command, **variables)
     assert run.returncode == 1 and "Traceback" not in run.stderr
     assert run.stderr.splitlines()[-1].startswith("error: ")

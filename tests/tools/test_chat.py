@@ -56,7 +56,7 @@ def test_on_the_web_each_window_has_its_own_chat(monkeypatch):
         Error=ValueError, ChatInterface=lambda answer: served.append(answer) or page, launch=list
     )
     monkeypatch.setitem(sys.modules, "gradio", page)
-    chat.main([MODEL, "--web", "--temperature", "0", "--system", "Be brief."])
+    chat.main([MODEL, *"--web --temperature 0 --system".split(), "Be brief."])
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 3+4?"}]
     first = served[0](messages[-1]["content"], [])
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And 2+2?"}]

@@ -216,7 +216,7 @@ def fake(tmp_path, monkeypatch):
     Path("train_mine.py").write_text(FAKE.replace("EDIT = 0.0", "EDIT = 0.3"))
 
     def run(*words):
-        code = trial.main([*words[:1], *words[1:]])
+        code = trial.main([*words])
         return code, json.loads(Path("outputs/trial/trial.json").read_text())
 
     return run
@@ -244,7 +244,7 @@ def test_better_worse_and_not_told_apart(fake, capsys):
 
 def test_the_best_of_several_sides_counts(fake, capsys):
     words = [f"train_fake.py --effect {effect}" for effect in (-0.3, 0.001, 0.35)]
-    code, found = fake("train_fake.py", *words)
+    code, found = fake("train_fake.py", *words, "--", "--effect", "0")  # a side's own words count
     assert code == 0
     assert [side["verdict"] for side in found["sides"]] == ["worse", "not told apart", "better"]
     assert "p corrected for 3 sides" in capsys.readouterr().out
@@ -331,18 +331,18 @@ def test_a_side_that_fails_is_shown_and_stops_no_other(fake, capsys):
             r"trained on 7 rows of chats2.jsonl, and .* --other_data",
         ),
         (["train_fake.py --evals none", "train_mine.py --evals none"], "was not evaluated: --eval_steps"),
-        (["train_fake.py", "train_mine.py", "--metric", "wrong"], "these runs have eval_right, eval_entropy"),
-        (["train_fake.py", "train_mine.py", "--metric", "entropy"], "is lower or higher better"),
+        ("train_fake.py train_mine.py --metric wrong".split(), "these runs have eval_right, eval_entropy"),
+        ("train_fake.py train_mine.py --metric entropy".split(), "is lower or higher better"),
         (["train_fake.py"], "two scripts or more, or one with --again"),
         (["train_fake.py", "train_fake.py"], "two sides are the same"),
         (["train_fake.py", "train_theirs.py"], "train_theirs.py: expected a script"),
         (["train_fake.py", "train_mine.py --seed 3"], "--seed: the trial sets that itself"),
         (
-            ["train_fake.py", "train_mine.py", "--", "--output_dir=x"],
+            "train_fake.py train_mine.py -- --output_dir=x".split(),
             "--output_dir=x: the trial sets that itself",
         ),
-        (["train_fake.py", "train_mine.py", "--seeds", "1", "1"], "each one once"),
-        (["train_fake.py", "train_mine.py", "--tokens", "0"], "--tokens 0: expected a number above 0"),
+        ("train_fake.py train_mine.py --seeds 1 1".split(), "each one once"),
+        ("train_fake.py train_mine.py --tokens 0".split(), "--tokens 0: expected a number above 0"),
     ],
 )
 def test_bad_input_is_one_line(fake, words, line):
@@ -399,7 +399,7 @@ def test_a_trial_that_is_stopped_stops_its_runs(tmp_path):
         "--seeds",
         "0",
     ]
-    command += ["--", "--wait", "60"]
+    command += "-- --wait 60".split()
     process = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     log = tmp_path / "outputs/trial/started"
     while not log.exists():
@@ -474,7 +474,7 @@ def test_a_trial_of_real_runs(tmp_path):
         "--output_dir",
         str(tmp_path / "out"),
     ]
-    command += ["--metric", "loss", "--seeds", "0", "1", "--", *words]
+    command += [*"--metric loss --seeds 0 1 --".split(), *words]
     first = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )

@@ -18,17 +18,8 @@ import pytest
 from tests.conftest import events_of
 
 TOKEN = "T0K3N-of-the-hook"
-SMALL = [
-    "--model_name_or_path",
-    "data/base_model",
-    "--max_steps",
-    "2",
-    "--eval_steps",
-    "0",
-    "--save_steps",
-    "0",
-]
-SMALL += ["--logging_steps", "1", "--max_train_samples", "40"]
+SMALL = "--model_name_or_path data/base_model --max_steps 2 --eval_steps 0 --save_steps 0".split()
+SMALL += "--logging_steps 1 --max_train_samples 40".split()
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -161,14 +152,7 @@ def test_an_error_is_told_before_the_end(starts, launch, tmp_path):
     (tmp_path / "own.py").write_text(f"def f(**columns):\n    raise ValueError({server.url!r})\n")
     words = ["--model_name_or_path", f"no-such-folder{server.url}"]
     if not starts:
-        words = [
-            "--eval_steps",
-            "1",
-            "--eval_prompts",
-            "data/prompts/chat_test.jsonl",
-            "--eval_max_new_tokens",
-            "2",
-        ]
+        words = "--eval_steps 1 --eval_prompts data/prompts/chat_test.jsonl --eval_max_new_tokens 2".split()
         words += ["--eval_reward_funcs", f"{tmp_path}/own.py:f"]
     with pytest.raises(UserError) as error:
         launch("sft", *SMALL, *words, "--alert_webhook", server.url)
@@ -192,7 +176,7 @@ def test_a_run_tells_its_end_and_no_address(launch, monkeypatch, capsys):
     out = launch("sft", *words)
     said = capsys.readouterr()
     assert server.events == ["finished"] and server.got[0]["step"] == 2
-    assert sys.argv == ["train_sft.py", "--alert-webhook=(secret)", "--alert_webhook", "(secret)"]
+    assert sys.argv == "train_sft.py --alert-webhook=(secret) --alert_webhook (secret)".split()
     files = [path for path in out.rglob("*") if path.is_file()]
     assert len(files) > 12 and not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in said.out + said.err

@@ -58,6 +58,9 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
         (20, False, False),
         (50, True, True),
     ]
+    same = best_by("eval_loss", patience=2)
+    assert [same.update(step, {"eval_loss": 1.0}) for step in (1, 2, 3)] == [True, False, False]
+    assert same.stops(3)
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss", output_dir=str(tmp_path))

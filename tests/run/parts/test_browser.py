@@ -12,7 +12,7 @@ from tools.report import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking".split()
 
 
 def drawn(address, home):

@@ -121,7 +121,7 @@ def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
         "--eval_reward_funcs",
         f"{private}/judge.py:acme_judge",
     ]
-    words += ["--use_peft", "--save_steps", "1", "--push_to_hub", "--hub_model_id", NAME]
+    words += [*"--use_peft --save_steps 1 --push_to_hub --hub_model_id".split(), NAME]
     launch("sft", *words)
     sent = hub.repos[NAME]
     everything = b"".join(content for name, content in sent.items() if name != "tokenizer.json")
@@ -153,14 +153,10 @@ def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
     sources = [{"path": "gone/rows.jsonl"}, {"path": "HuggingFaceTB/smoltalk"}]
     (tmp_path / "dataset.json").write_text(json.dumps({"sources": sources}))
     (tmp_path / "adapter_config.json").write_text("{}")
-    words = [
-        "--model_name_or_path",
-        "Qwen/Qwen3-0.6B",
-        "--dataset_name",
-        "gone/rows.jsonl",
-        "HuggingFaceTB/smoltalk",
-    ]
-    words += ["--reward_funcs", "/srv/mine.py:f", "regex:^A", "--use_peft"]
+    words = (
+        "--model_name_or_path Qwen/Qwen3-0.6B --dataset_name gone/rows.jsonl HuggingFaceTB/smoltalk".split()
+    )
+    words += "--reward_funcs /srv/mine.py:f regex:^A --use_peft".split()
     card = card_of(tmp_path, *words, "--run_name", "gone " * 999, module=train_grpo, stage="grpo")
     assert head(card) == {
         "base_model": "Qwen/Qwen3-0.6B",
@@ -191,7 +187,7 @@ def test_the_results_are_those_of_the_exported_model(tmp_path):
 
 
 def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
-    words = ["--model_name_or_path", "a/b", "--dataset_name", "c/d"]
+    words = "--model_name_or_path a/b --dataset_name c/d".split()
     (tmp_path / "README.md").write_text("mine")
     assert card_of(tmp_path, *words) == "mine" and str(tmp_path / "README.md") in capsys.readouterr().out
     (tmp_path / "README.md").unlink()

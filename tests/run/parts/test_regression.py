@@ -168,25 +168,11 @@ def test_a_fall_is_told_once(tmp_path):
 
 # --- in a run -----------------------------------------------------------------------------------------------
 
-TINY = [
-    "--max_steps",
-    "6",
-    "--max_train_samples",
-    "16",
-    "--per_device_train_batch_size",
-    "2",
-    "--logging_steps",
-    "1",
-]
+TINY = "--max_steps 6 --max_train_samples 16 --per_device_train_batch_size 2 --logging_steps 1".split()
 TINY += [
     "--model_name_or_path",
     MODEL,
-    "--max_eval_samples",
-    "2",
-    "--eval_steps",
-    "4",
-    "--eval_max_new_tokens",
-    "4",
+    *"--max_eval_samples 2 --eval_steps 4 --eval_max_new_tokens 4".split(),
 ]
 ROWS = [
     {

@@ -198,21 +198,9 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
         *SFT,
         "--eval_prompts",
         tmp_path / "prompts.jsonl",
-        "--eval_max_new_tokens",
-        "2",
-        "--eval_steps",
-        "2",
+        *"--eval_max_new_tokens 2 --eval_steps 2".split(),
     ]
-    words += [
-        "--save_best",
-        "eval_loss",
-        "--save_steps",
-        "2",
-        "--max_train_samples",
-        "40",
-        "--logging_steps",
-        "1",
-    ]
+    words += "--save_best eval_loss --save_steps 2 --max_train_samples 40 --logging_steps 1".split()
     launch("sft", *words, "--max_steps", "2")
     output = launch("sft", *words, "--max_steps", "4")
     kinds = [
