@@ -251,7 +251,7 @@ def main() -> None:
             curves.setdefault(run["side"], []).append(points)
         draw(
             "real",
-            "GRPO on SmolLM2-135M: small sums and products",
+            "GRPO on SmolLM2-135M",
             "CPU seconds",
             "% right, held out",
             curves,

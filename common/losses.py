@@ -3,8 +3,9 @@
 Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `logps[t] = log p(token t | the
 tokens before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller
 divides by the size of the whole window (all micro-batches of all processes), so that the gradient does not
-depend on how the window is split. Masked cross-entropy is in model/lm_head.py: there its gradient is computed
-with the log-probabilities, and no logits are kept.
+depend on how the window is split. The masked cross-entropy that the scripts train with is in model/lm_head.py, where
+its gradient is computed together with the log-probabilities; `nll` is the same from log-probabilities that are
+there.
 
 Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
 C completions, F reward functions.
