@@ -14,7 +14,9 @@ after an error. docs/trials.md says how it decides.
 import argparse
 import ast
 from collections.abc import Callable
+import contextlib
 from dataclasses import dataclass, field
+import functools
 import hashlib
 import json
 import os
@@ -107,6 +109,8 @@ def main(words: list[str] | None = None) -> int:
     known = []
     for side in others:
         rows = table.get(side.name, [])
+        if not rows and not side.failed:
+            side.failed = f"not every run has a finite {metric}, over the same held-out rows and rewards"
         verdict = rows[0]["word"] if rows else "failed"
         about = {"name": side.name, "command": shlex.join(side.words), "verdict": verdict}
         known.append(about | {"failed": side.failed, "metrics": rows})
@@ -170,7 +174,10 @@ def parse(words: list[str]) -> argparse.Namespace:
 def sides_of(args: argparse.Namespace, shared: list[str]) -> list[Side]:
     sides = []
     for text in args.sides:
-        script, *own = shlex.split(text)
+        try:
+            script, *own = [text] if os.path.isfile(text) else shlex.split(text)
+        except ValueError as error:
+            raise UserError(f"side `{text}`: {error}; expected a script, and words of its own") from None
         if not script.endswith(".py") or not Path(script).is_file():
             raise UserError(f"{script}: expected a script, like train_sft.py")
         for word in [*shared, *own]:
@@ -178,7 +185,7 @@ def sides_of(args: argparse.Namespace, shared: list[str]) -> list[Side]:
                 raise UserError(f"{word}: the trial sets that itself (its own --output_dir stands before --)")
         path = Path(os.path.relpath(script))
         name = " ".join([str(path.with_name(path.stem.removeprefix("train_"))), *own])
-        folder = Path(args.output_dir, re.sub(r"[^\w.=-]+", "_", name)[:100])
+        folder = Path(args.output_dir, folder_name(name))
         # a side's own words come last, and so they count
         sides.append(Side(name, [script, *shared, *own], args.seeds, folder))
     if len({side.folder for side in sides}) < len(sides):
@@ -189,6 +196,12 @@ def sides_of(args: argparse.Namespace, shared: list[str]) -> list[Side]:
         seeds = list(range(later, later + len(args.seeds)))
         sides.append(Side(f"{side.name} again", side.words, seeds, side.folder))
     return sides
+
+
+def folder_name(name: str) -> str:
+    """The name of a side as that of a folder, of at most 255 bytes. A long one ends in its hash."""
+    plain = re.sub(r"[^\w.=-]+", "_", name)
+    return plain if len(plain) <= 60 else f"{plain[:50]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def set_steps(sides: list[Side], metric: str, budget: float, args: argparse.Namespace) -> None:
@@ -224,8 +237,8 @@ def run_sides(sides: list[Side], args: argparse.Namespace) -> None:
         side = job.side
         if side.outcomes:
             refuse_other_seed(side.outcomes[0], outcome)
-        elif done:
-            refuse_other_evaluation(done[0], outcome, args.other_data)
+        if done:
+            refuse_other_evaluation(done[0], outcome, args.other_data or bool(side.outcomes))
         if side is sides[0]:
             choose_metric(args.metric, outcome)
         side.outcomes.append(outcome)
@@ -288,13 +301,20 @@ def made_of(job: Job) -> Row:
     """The words of a run, and hashes of the files that they name."""
     files = {}
     for word in job.words:
-        path = Path(re.sub(r"\.py:\w+$", ".py", word))
-        if path.suffix == ".py" and path.is_file():
-            code = ast.dump(ast.parse(path.read_text(encoding="utf-8")))  # without comments and layout
-            files[str(path)] = hashlib.sha256(code.encode()).hexdigest()
-        elif path.is_file():
-            files[str(path)] = file_hash(path)
+        path = Path(re.sub(r"\.py:\w+$", ".py", re.sub(r"^--\w+=", "", word)))
+        if os.path.isfile(path):  # a text may be too long for Path.is_file
+            files[str(path)] = hash_of(path, path.stat().st_mtime_ns)
     return {"words": job.words, "files": files}
+
+
+@functools.cache
+def hash_of(path: Path, changed: int) -> str:
+    """The hash of a file, read once until it is changed: every start looks at the files of all runs."""
+    if path.suffix == ".py":
+        with contextlib.suppress(SyntaxError, ValueError):  # the run will say so
+            code = ast.dump(ast.parse(path.read_text(encoding="utf-8")))  # without comments and layout
+            return hashlib.sha256(code.encode()).hexdigest()
+    return file_hash(path)
 
 
 def refuse_edited(job: Job) -> None:

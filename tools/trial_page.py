@@ -61,6 +61,8 @@ def because(side: Row) -> str:
     if side["verdict"] != UNKNOWN or len(side["metrics"][0]["side"]) < 2:
         return ""
     needs = side["metrics"][0]["needs"]
+    if side["metrics"][0]["p"] is None:
+        return "; all seeds differ alike, which leaves no spread to measure it by"
     if needs is None:
         return "; such a difference takes more prompts, not only seeds"
     return f"; such a difference takes about {needs} seeds"
@@ -146,7 +148,7 @@ def samples_of(runs: list[Outcome], room: float) -> Row | None:
         every = [run.samples[number] for run in runs]
         scores = {}
         for name in scores_of(row):
-            known = [sample[name] for sample in every if sample[name] is not None]
+            known = [sample[name] for sample in every if sample.get(name) is not None]
             scores[name] = [statistics.mean(known) if known else None]
         texts = dict.fromkeys(cut(sample["completion"], TEXT) for sample in every)
         prompt = {"prompt": prompt_text(row), "temperature": row["temperature"], "scores": scores}

@@ -22,6 +22,7 @@ import numpy as np
 
 POWER = 0.8  # seeds_needed: how often so many seeds would tell the difference apart
 MOST_SEEDS = 1000
+ROUNDING = 1e-6  # of a difference
 
 
 class Estimate(NamedTuple):
@@ -94,9 +95,14 @@ def over_seeds_and_prompts(differences: np.ndarray) -> Estimate:
 def p_value(estimate: Estimate) -> float | None:
     """Two-sided: how often chance alone gives such a mean. None without a spread to measure it by: all
     differences are equal, as of scores with few values."""
-    if estimate.error == 0:
+    if has_no_spread(estimate):
         return None
     return t_tails(estimate.mean / estimate.error, estimate.df)
+
+
+def has_no_spread(estimate: Estimate) -> bool:
+    """Whether all differences are equal, but for rounding: 0.4 - 0.3 is not quite 0.2 - 0.1."""
+    return estimate.error <= ROUNDING * abs(estimate.mean)
 
 
 def interval(estimate: Estimate, alpha: float = 0.05) -> tuple[float, float]:
@@ -108,7 +114,7 @@ def interval(estimate: Estimate, alpha: float = 0.05) -> tuple[float, float]:
 def seeds_needed(estimate: Estimate, alpha: float = 0.05) -> int | None:
     """The seeds that would tell a difference of this size, with a spread of this size, apart in POWER of
     all trials. None: not even MOST_SEEDS, as where the spread is between prompts."""
-    if estimate.error == 0 or estimate.seeds < 2:
+    if has_no_spread(estimate) or estimate.seeds < 2:
         return None
 
     def is_found(seeds: int) -> bool:

@@ -2,12 +2,13 @@
 
 import math
 from pathlib import Path
+import re
 import statistics
 from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.run.folder import read_args, read_json
-from common.run.parts.report import asked, groups, lines, points_of, scores_of
+from common.run.parts.report import asked, groups, is_number, lines, points_of, scores_of
 import numpy as np
 
 from tools.trial_statistics import (
@@ -27,6 +28,7 @@ COSTS = ("tokens_per_second", "cpu_seconds", "seconds", "peak_memory_gib")
 HIGHER = ("accurac", "margins", "tokens_per_second")  # of metrics that are no scores of completions
 LOWER = ("loss", "perplexity", "bits_per_byte", "seconds", "memory")
 OF_A_SEED = ("seed", "output_dir")
+OF_REWARDS = ("reward_funcs", "reward_weights")
 OF_EVALUATION = ("eval_reward_funcs", "eval_temperatures", "eval_max_new_tokens", "regression_suite")
 UNKNOWN = "not told apart"
 
@@ -49,7 +51,7 @@ def read_outcome(folder: Path) -> Outcome:
     best = (summary.get("best") or {}).get("step")
     values = {}
     for name, value in summary.get("final", {}).items():
-        if name.startswith("eval_") and value is not None:
+        if name.startswith("eval_") and is_number(value):
             values[name] = float(value)
     if "reward" in points:
         rewards = points["reward"][:, 1]
@@ -103,12 +105,22 @@ def refuse_other_seed(first: Outcome, other: Outcome) -> None:
 
 
 def refuse_other_evaluation(first: Outcome, other: Outcome, other_data: bool) -> None:
-    """Raise UserError if two sides were evaluated in other ways, or trained on other data (unless
-    other_data)."""
-    for name in OF_EVALUATION:
+    """Raise UserError if two runs were evaluated in other ways, with a file or a model that was changed
+    between them, or trained on other data (unless other_data)."""
+    names = OF_EVALUATION
+    if not first.settings.get("eval_reward_funcs"):
+        names += ("reward_funcs",)  # then these score the evaluations
+    for name in names:
         if first.settings.get(name) != other.settings.get(name):
+            also = " (or the same --eval_reward_funcs)" if name == "reward_funcs" else ""
             raise UserError(
-                f"{other.folder} has another --{name} than {first.folder}: all sides take the same"
+                f"{other.folder} has another --{name} than {first.folder}: all sides take the same{also}"
+            )
+    for name, digest in first.inputs.items():
+        is_path = not name.startswith("the ")  # the others are the script, the precision, the data
+        if is_path and other.inputs.get(name, digest) != digest:
+            raise UserError(
+                f"{name} was changed between {first.folder} and {other.folder}: delete the older runs, and they start anew"
             )
     if list(map(asked, first.samples)) != list(map(asked, other.samples)):
         raise UserError(
@@ -174,6 +186,8 @@ def compare(metric: str, sign: int, parent: list[Outcome], side: list[Outcome]) 
     if seeds > 1:
         estimate = over_seeds_and_prompts(scored) if prompts > 1 else over_seeds(there - here)
         p = p_value(estimate)
+        if p is None and prompts > 1 and estimate.mean:  # all wrong against all right: by prompts alone
+            p = sign_p_value(prompts, 0)
     elif prompts:
         estimate = over_prompts(scored[0])
         gained = int((scored == 1).sum())
@@ -221,7 +235,7 @@ def judge(rows: list[Row], alpha: float) -> None:
 def verdicts(
     parent: list[Outcome], sides: dict[str, list[Outcome]], metric: str, sign: int, alpha: float
 ) -> dict[str, list[Row]]:
-    """{side: its metrics, the one of the verdict first}.
+    """{side: its metrics, the one of the verdict first}, without sides that do not have that one.
 
     The verdicts are corrected for the number of sides; the other metrics of all sides, together, for theirs.
     """
@@ -230,9 +244,7 @@ def verdicts(
     for name, runs in sides.items():
         shared = metrics_of_all([*parent, *runs])
         if metric not in shared:
-            raise UserError(
-                f"--metric {metric}: {runs[0].folder} does not have it, or over other held-out rows than {first.folder}"
-            )
+            continue
         table[name] = [compare(metric, sign, parent, runs)]
         for key in shared:
             if key not in (metric, "eval_perplexity"):  # which says the same as the loss
@@ -244,12 +256,15 @@ def verdicts(
 
 def metrics_of_all(runs: list[Outcome]) -> list[str]:
     """The metrics that all runs have. A loss over other held-out tokens, as of an edit that trains others, is
-    another metric."""
+    another metric; so is a sum of other rewards."""
+    rewarded = {str([run.settings.get(name) for name in OF_REWARDS]) for run in runs}
     held_out = {rows_of(run.data, "eval_sources", "rows", "trained_tokens") for run in runs}
     found = []
     for name in runs[0].values:
         is_of_rows = name.startswith("eval_") and name not in runs[0].scores
-        if all(name in run.values for run in runs) and not (is_of_rows and len(held_out) > 1):
+        is_of_rewards = re.fullmatch(r"(eval_)?reward(_t[\d.]+)?", name)
+        is_other = (is_of_rows and len(held_out) > 1) or (is_of_rewards and len(rewarded) > 1)
+        if all(name in run.values for run in runs) and not is_other:
             found.append(name)
     return found
 

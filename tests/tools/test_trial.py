@@ -18,7 +18,7 @@ import pytest
 from benchmarks.trials import simulate
 from tests.conftest import ROOT, read_rows
 from tests.run.parts.test_browser import CHROMIUM, drawn
-from tools import trial, trial_verdict
+from tools import trial, trial_page, trial_verdict
 from tools.trial_statistics import (
     holm,
     interval,
@@ -79,6 +79,8 @@ def test_a_difference_of_three_seeds_by_hand():
         (2 - 4.30265 / math.sqrt(3), 2 + 4.30265 / math.sqrt(3)), rel=1e-5
     )
     assert p_value(over_seeds(np.array([0.5, 0.5, 0.5]))) is None  # no spread to measure it by
+    rounded = np.array([0.2, 0.3, 0.4]) - np.array([0.1, 0.2, 0.3])  # not quite equal
+    assert rounded.std() > 0 and p_value(over_seeds(rounded)) is None
 
 
 def test_seeds_and_prompts_by_hand():
@@ -171,7 +173,7 @@ import argparse, ast, json, pathlib, sys, time
 parser = argparse.ArgumentParser()
 for name in ("seed", "max_steps", "eval_steps", "save_steps", "logging_steps"):
     parser.add_argument("--" + name, type=int, default=10)
-for name in ("output_dir", "effect", "prompts", "data", "fail", "tokens", "wait", "evals"):
+for name in ("output_dir", "effect", "prompts", "data", "fail", "tokens", "wait", "evals", "values", "settings", "inputs"):
     parser.add_argument("--" + name, default="")
 args = parser.parse_args()
 folder = pathlib.Path(args.output_dir)
@@ -191,17 +193,20 @@ if args.fail and args.seed == int(args.fail):
 samples = []
 for k in range(100):
     right = float((k * 37 + args.seed * 11) % 100 < 100 * (0.4 + effect))
-    samples.append({"step": args.max_steps, "temperature": 0.0, "prompt": f"question {k}{args.prompts}",
+    samples.append({"step": args.max_steps, "temperature": 0.0, "prompt": f"question {k}{args.prompts}".replace("SEED", str(args.seed)),
                     "completion": f"answer {right} <u>", "right": right})
 if args.evals != "none":
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in samples))
 right = sum(row["right"] for row in samples) / 100
 final = {} if args.evals == "none" else {"eval_right": right, "eval_entropy": 1.0, "eval_loss": 1 - effect + args.seed / 100}
+final |= json.loads(args.values or "{}")
 (folder / "summary.json").write_text(json.dumps({"final": {"step": args.max_steps, **final}}))
-(folder / "args.yaml").write_text(json.dumps({"seed": args.seed, "output_dir": str(folder), "lr": 0.1}))
+settings = {"seed": args.seed, "output_dir": str(folder), "lr": 0.1} | json.loads(args.settings or "{}")
+(folder / "args.yaml").write_text(json.dumps(settings))
 script = pathlib.Path(sys.argv[0])
 (folder / script.name).write_text(script.read_text())
-(folder / "inputs.json").write_text(json.dumps({"the script": ast.dump(ast.parse(script.read_text()))}))
+inputs = {"the script": ast.dump(ast.parse(script.read_text()))} | json.loads(args.inputs or "{}")
+(folder / "inputs.json").write_text(json.dumps(inputs))
 (folder / "dataset.json").write_text(json.dumps({"sources": [{"path": f"chats{args.data}.jsonl", "rows": 7}]}))
 event = {"step": 0, "time": 1.0, "kind": "started", "text": "", "script": str(script)}
 (folder / "events.jsonl").write_text(json.dumps(event) + "\\n")
@@ -253,6 +258,23 @@ def test_the_best_of_several_sides_counts(fake, capsys):
 def test_an_edit_that_does_nothing_is_said(fake, capsys):
     assert fake("train_fake.py", "train_fake.py --wait 0")[0] == 3
     assert "every evaluation is the same" in capsys.readouterr().out
+
+
+def test_all_wrong_against_all_right(fake):
+    code, found = fake("train_fake.py --effect -1", "train_fake.py --effect 1")
+    row = found["sides"][0]["metrics"][0]
+    assert (code, row["difference"], row["interval"]) == (0, 1, [1, 1])
+
+
+def test_a_side_without_the_metric_stops_no_other(fake):
+    """A loss that is not finite is null in a run's summary; a script of one's own may write NaN."""
+    sides = [f"train_fake.py --values '{{\"eval_loss\": {value}}}'" for value in ("null", "NaN")]
+    code, found = fake(
+        "train_fake.py", *sides, "train_mine.py --effect 0.01", "--metric", "loss", "--seeds", "0", "1"
+    )
+    *failed, mine = found["sides"]
+    assert all("not every run has a finite eval_loss" in side["failed"] for side in failed)
+    assert code == 3 and "spread" in trial_page.because(mine)
 
 
 def test_one_seed_is_never_better(fake, capsys):
@@ -322,6 +344,45 @@ def test_a_side_that_fails_is_shown_and_stops_no_other(fake, capsys):
         fake("train_fake.py --fail 0", "train_mine.py")
 
 
+def test_a_copy_with_a_mistake_stops_no_other(fake):
+    Path("train_typo.py").write_text("def f(:")
+    code, found = fake("train_fake.py", "train_typo.py", "train_mine.py")
+    assert code == 0 and "SyntaxError" in found["sides"][0]["failed"]
+
+
+def test_long_words_in_any_script_and_a_name_with_a_space(fake):
+    Path("a copy.py").write_text(FAKE)
+    sides = [f"train_fake.py --evals {'问' * 300}{k}" for k in range(2)]
+    assert fake("a copy.py", *sides, "--seeds", "0")[0] == 3
+    names = {Path(path).parent.name for path in started()}
+    assert len(names) == 3 and max(len(name.encode()) for name in names) < 256
+
+
+def test_what_the_disk_or_the_system_refuses_is_one_line(fake):
+    command = [sys.executable, "-m", "tools.trial", "train_fake.py", "train_mine.py", "--launcher", "lanch"]
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert ended.returncode == 1 and ended.stderr == "error: [Errno 2] No such file or directory: 'lanch'\n"
+
+
+def test_a_large_file_is_read_once(fake, monkeypatch):
+    read = []
+    monkeypatch.setattr(trial, "file_hash", lambda path: read.append(path) or "")
+    Path("chats.jsonl").write_text("{}")
+    fake("train_fake.py", "train_mine.py", "--", "--evals", "chats.jsonl")
+    assert read == [Path("chats.jsonl")]
+
+
+def test_an_edited_config_is_noticed(fake):
+    Path("a.yaml").write_text("lr: 0.1")
+    words = ["train_fake.py", "train_mine.py", "--seeds", "0", "--", "--wait=0", "--data=a.yaml"]
+    fake(*words)
+    Path("a.yaml").write_text("lr: 0.2")
+    with pytest.raises(UserError, match="a.yaml was edited since"):
+        fake(*words)
+
+
 @pytest.mark.parametrize(
     "words, line",
     [
@@ -343,6 +404,23 @@ def test_a_side_that_fails_is_shown_and_stops_no_other(fake, capsys):
         ),
         ("train_fake.py train_mine.py --seeds 1 1".split(), "each one once"),
         ("train_fake.py train_mine.py --tokens 0".split(), "--tokens 0: expected a number above 0"),
+        (["train_fake.py", "train_mine.py --wait '0"], "No closing quotation"),
+        (["train_fake.py", ""], "expected a script"),
+        (
+            ["train_fake.py --prompts SEED", "train_mine.py --prompts SEED"],
+            "seed1 was evaluated on other prompts",
+        ),
+        (
+            ["train_fake.py", 'train_mine.py --settings \'{"reward_funcs": ["b.py:score"]}\''],
+            "another --reward_funcs .* the same --eval_reward_funcs",
+        ),
+        (
+            [
+                "train_fake.py --inputs '{\"outputs/sft\": 1}'",
+                "train_mine.py --inputs '{\"outputs/sft\": 2}'",
+            ],
+            "outputs/sft was changed between",
+        ),
     ],
 )
 def test_bad_input_is_one_line(fake, words, line):
@@ -419,8 +497,16 @@ def test_held_out_rows_that_differ_leave_out_their_losses():
     ]  # fmt: skip
     table = trial_verdict.verdicts(runs[0], {"mine": runs[1]}, "eval_right", 1, 0.05)
     assert [row["metric"] for row in table["mine"]] == ["eval_right"]
-    with pytest.raises(UserError, match="over other held-out rows"):
-        trial_verdict.verdicts(runs[0], {"mine": runs[1]}, "eval_loss", -1, 0.05)
+    assert trial_verdict.verdicts(runs[0], {"mine": runs[1]}, "eval_loss", -1, 0.05) == {}
+
+
+def test_sums_of_other_rewards_are_left_out():
+    values = {"reward": 1.0, "eval_reward": 1.0, "eval_reward_t0.7": 1.0, "eval_rewards/margins": 1.0}
+    runs = [
+        Outcome(Path("a"), values, {}, [], {"reward_weights": weights}, {}, {}) for weights in (None, [1, 2])
+    ]
+    assert trial_verdict.metrics_of_all(runs) == ["eval_rewards/margins"]
+    assert trial_verdict.metrics_of_all(runs[:1] * 2) == list(values)
 
 
 def test_with_save_best_the_exported_model_counts(tmp_path):
