@@ -22,6 +22,7 @@ Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejecte
 
 from dataclasses import dataclass
 import math
+import shlex
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -72,7 +73,7 @@ class Args(CommonArgs):
     def __post_init__(self) -> None:
         if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
             raise UserError(f"--loss_weights: {len(self.loss_weights)} for {len(self.loss_type)} --loss_type")
-        if self.label_smoothing and not {*self.loss_type} <= {*SMOOTHED}:
+        if self.label_smoothing and not set(self.loss_type).issubset(SMOOTHED):
             raise UserError(
                 f"--label_smoothing {self.label_smoothing}: for --loss_type {', '.join(SMOOTHED)} only"
             )
@@ -92,7 +93,7 @@ def main(args: Args) -> None:
     # processes, seed, output folder (with a copy of this file), checkpoint to resume from
     run = Run(args, __file__)
     accelerator = run.accelerator
-    uses_reference = not {*args.loss_type} <= {*REFERENCE_FREE}
+    uses_reference = not set(args.loss_type).issubset(REFERENCE_FREE)
     sft_weight = args.sft_weight if args.sft_weight is not None else float("orpo" in args.loss_type)
 
     # --- data -----------------------------------------------------------------------------------------------
@@ -122,8 +123,8 @@ def main(args: Args) -> None:
         reference.precompute(args, train, held_out)  # and the reference is freed
 
     # --- the gradient of a window ---------------------------------------------------------------------------
-    def pair_losses(batch: Batch, out: Output) -> dict[str, torch.Tensor]:
-        """The loss of each pair and the metrics logged with it, (B,) each."""
+    def pair_losses(batch: Batch, out: Output) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of each pair, (B,), and the metrics logged with it, (B,) each."""
         logps = segment_sum(out.logps, batch["cu_seqlens"])  # (S,)
         ref_logps = reference.sums(batch) if uses_reference else torch.zeros_like(logps)
         lengths = segment_sum(batch["loss_mask"], batch["cu_seqlens"]).clamp(min=1)  # of the answers
@@ -140,8 +141,7 @@ def main(args: Args) -> None:
             label_smoothing=args.label_smoothing,
             simpo_gamma=args.simpo_gamma,
         )
-        return {
-            "loss": losses,
+        return losses, {
             "rewards/chosen": chosen_rewards,
             "rewards/rejected": rejected_rewards,
             "rewards/margins": chosen_rewards - rejected_rewards,
@@ -153,19 +153,20 @@ def main(args: Args) -> None:
 
     def eval_losses(batch: Batch) -> dict[str, torch.Tensor]:
         """The same, with both terms in the loss; the second is a mean for each pair."""
-        logged = pair_losses(batch, model(batch))
-        return logged | {"loss": logged["loss"] + sft_weight * logged["nll_loss"]}
+        losses, logged = pair_losses(batch, model(batch))
+        return {"loss": losses + sft_weight * logged["nll_loss"]} | logged
 
     def gradients(window: Window) -> None:
         """A function, so that a window can be repeated in smaller micro-batches when memory runs out."""
-        P, chosen_tokens = window.num_sequences // 2, window.total("loss_mask", sequences=slice(0, None, 2))
+        P = window.num_sequences // 2  # pairs, over all processes
+        chosen_tokens = window.total("loss_mask", sequences=slice(0, None, 2))  # of the first of each pair
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 pair_mask = batch["sequence_mask"][::2]  # (B,) 1; 0 if a process has no pair left
                 out = model(batch)
-                logged = pair_losses(batch, out)
+                losses, logged = pair_losses(batch, out)
                 sft_loss = -(logged["logps/chosen"] * pair_mask).sum() / chosen_tokens
-                loss = (logged.pop("loss") * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
+                loss = (losses * pair_mask).sum() / P + sft_weight * sft_loss  # <- the algorithm
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(pair_mask, **logged)
             run.metrics.add_sum(loss=loss)
@@ -191,7 +192,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"python train_grpo.py --model_name_or_path {args.output_dir}")
+    run.finish(try_next=f"python train_grpo.py --model_name_or_path {shlex.quote(args.output_dir)}")
 
 
 if __name__ == "__main__":

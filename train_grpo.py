@@ -121,10 +121,10 @@ class Args(CommonArgs):
         "token", help="of the ratio; sequence: GSPO"
     )
     use_bias_correction_kl: bool = arg(
-        True, help="multiply the KL by the ratio, for the gradient of the reverse KL"
+        True, help="multiply the KL by the ratio, for the gradient of the reverse KL", needs="beta"
     )
     importance_cap: float = arg(
-        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]"
+        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]", needs="rollout_server"
     )
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
@@ -167,7 +167,7 @@ def roll_out(
     accelerator: Accelerator,
     sampler: Sampler,
     tokenizer: Tokenizer,
-    rewards: list[Reward],
+    reward_funcs: list[Reward],
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
@@ -178,21 +178,29 @@ def roll_out(
     keys = [(args.seed, rollout, i) for i in range(len(prompts))]
     sampled = sample_shared(accelerator, sampler, [prompt["prompt_ids"] for prompt in prompts], keys)
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
-    scores = score_shared(accelerator, rewards, prompts, texts, [s.ids for s in sampled])
+    scores = score_shared(accelerator, reward_funcs, prompts, texts, [s.ids for s in sampled])
     completions = []
-    for prompt, s, text, each in zip(prompts, sampled, texts, scores, strict=True):
-        counted = s.finished or not args.mask_truncated_completions
-        completions.append(Completion(prompt, s.ids, s.logps, s.finished, text, each, counted))
+    for prompt, s, text, rewards in zip(prompts, sampled, texts, scores, strict=True):
+        completions.append(
+            Completion(
+                prompt=prompt,
+                ids=s.ids,
+                logps=s.logps,
+                finished=s.finished,
+                text=text,
+                rewards=rewards,
+                counted=s.finished or not args.mask_truncated_completions,
+            )
+        )
     return completions
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
-    table = []
-    for completion in completions:
-        table.append([math.nan if reward is None else reward for reward in completion.rewards])
-    per_function = torch.tensor(table, dtype=torch.float64)  # (C, F)
-    rewards = combine_rewards(per_function, torch.tensor(weights, dtype=torch.float64))  # (C,)
+    per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
+    rewards = combine_rewards(
+        torch.from_numpy(per_function), torch.tensor(weights, dtype=torch.float64)
+    )  # (C,)
     groups = rewards.view(-1, args.num_generations)
     advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
     advantages = advantages.flatten().float()
@@ -226,13 +234,15 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     own = own_share(accelerator, size)
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(len(c.ids)) for c in completions])
+    counted_tokens = tokens * counted
     run_all = args.beta > 0 or args.entropy_coef != 0
     windows = []
     for first in range(0, len(completions), size):
         inside = slice(first, first + size)
-        window_tokens = (tokens[inside] * counted[inside]).sum().item()
-        if args.loss_type in ("dapo", "cispo"):  # of the rollout, averaged over its windows
-            window_tokens = (tokens * counted).sum().item() / num_windows
+        if args.loss_type in ("dapo", "cispo"):  # of a window, on average over the rollout
+            window_tokens = counted_tokens.sum().item() / num_windows
+        else:
+            window_tokens = counted_tokens[inside].sum().item()
         weights = counted[inside] * grpo_token_weights(
             args.loss_type,
             tokens[inside],
@@ -260,10 +270,17 @@ def main(args: Args) -> None:
     # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     prompts, held_out = load_prompts(args, encode, tokenizer)
-    rewards = load_rewards(args.reward_funcs, accelerator.device)
-    weights = args.reward_weights or [1.0] * len(rewards)
+    reward_funcs = load_rewards(args.reward_funcs, accelerator.device)
+    reward_weights = args.reward_weights or [1.0] * len(reward_funcs)
     eval_prompts = load_eval_prompts(
-        args, accelerator, tokenizer, prompts, held_out, encode=encode, rewards=rewards, weights=weights
+        args,
+        accelerator,
+        tokenizer,
+        prompts,
+        held_out,
+        encode=encode,
+        rewards=reward_funcs,
+        weights=reward_weights,
     )
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
@@ -320,7 +337,7 @@ def main(args: Args) -> None:
                 out = model(
                     batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0
                 )
-                losses, stats = grpo_loss(
+                losses, stats = grpo_loss(  # PPO-clip, and its variants   <- the algorithm
                     logps=out.logps,
                     old_logps=batch.get("old_logps", out.logps.detach()),
                     ref_logps=batch.get("ref_logps"),
@@ -338,7 +355,7 @@ def main(args: Args) -> None:
                 )  # (T,)
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
-                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows   <- the algorithm
+                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
@@ -355,8 +372,8 @@ def main(args: Args) -> None:
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
             sampler.sync(step)  # vLLM servers get these weights
-            completions = roll_out(args, accelerator, sampler, tokenizer, rewards, rollouts, rollout)
-            add_advantages(completions, weights, args)
+            completions = roll_out(args, accelerator, sampler, tokenizer, reward_funcs, rollouts, rollout)
+            add_advantages(completions, reward_weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 # otherwise the model of the update is the one that sampled
@@ -368,7 +385,7 @@ def main(args: Args) -> None:
                     window.add_fields(
                         lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps}
                     )
-            run.log_rollout(step + 1, completions, rewards, args.num_generations)
+            run.log_rollout(step + 1, completions, reward_funcs, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))

@@ -18,7 +18,6 @@ returns.
 """
 
 from dataclasses import dataclass
-from functools import partial
 import math
 from typing import Literal
 
@@ -40,8 +39,9 @@ from common.model import (
 )
 from common.run import Run
 
-NEW = "no model_name_or_path, no config_name"  # without these, the flags of a new model have no effect
-NEW_TOKENIZER = f"no tokenizer_name, {NEW}"  # nor have those of a new tokenizer
+# For `needs` of common/args.py: the flags of a new model, or tokenizer, act only if none of these is given.
+NEW = "no model_name_or_path, no config_name"
+NEW_TOKENIZER = f"no tokenizer_name, {NEW}"
 
 
 @dataclass
@@ -111,11 +111,6 @@ def encode(row: Row, tokenizer: Tokenizer, args: Args) -> str:
     return as_text(row, args.dataset_text_field)
 
 
-def first_words(row: Row, field: str) -> dict[str, str]:
-    """The start of a document, which evaluations continue."""
-    return {"prompt": " ".join(as_text(row, field)[:100].split()[:8])}
-
-
 def new_model_config(args: Args, tokenizer: Tokenizer):
     """The configuration of a new model, unless one is named."""
     if args.config_name:
@@ -147,19 +142,21 @@ def main(args: Args) -> None:
         tokenizer = load_tokenizer(args, tokenizer_source)
     else:
         tokenizer = train_tokenizer(args, accelerator, args.vocab_size, args.dataset_text_field)
-    field = args.dataset_text_field
     train, held_out = load_data(args, accelerator, encode, tokenizer)
-    prompts = load_eval_prompts(
-        args, accelerator, tokenizer, train, held_out, prompt_of=partial(first_words, field=field)
-    )
-    if args.packing_strategy == "wrapped":
-        train, held_out = chunk(train, args.max_length), chunk(held_out, args.max_length)
-    else:  # documents of more than max_length tokens are cut
-        train, held_out = (
-            chunk(train, args.max_length, across=False),
-            chunk(held_out, args.max_length, across=False),
-        )
-        train, held_out = pack(train, args.max_length), pack(held_out, args.max_length)
+
+    def first_words(row: Row) -> dict[str, str]:
+        """The start of a document, which evaluations continue."""
+        text = as_text(row, args.dataset_text_field)
+        return {"prompt": " ".join(text[:100].split()[:8])}
+
+    prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
+    # else documents stay apart, and those of more than max_length tokens are cut
+    is_joined = args.packing_strategy == "wrapped"
+    train = chunk(train, args.max_length, across=is_joined)
+    held_out = chunk(held_out, args.max_length, across=is_joined)
+    if not is_joined:
+        train = pack(train, args.max_length)
+        held_out = pack(held_out, args.max_length)
     # windows[step]: window of an update
     windows = Windows(args, accelerator, train, max_tokens=args.max_tokens_per_batch)
     token_bytes = bytes_per_token(held_out, tokenizer)
@@ -183,7 +180,7 @@ def main(args: Args) -> None:
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
                 out = model(batch, nll_weights=mask / N)
-                loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
+                loss = out.nll  # the sum -Σ_t m_t/N · log p(token_t)   <- the algorithm
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 

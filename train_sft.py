@@ -14,8 +14,8 @@ improbable tokens count least, not most.
     accelerate launch --config_file accelerate_configs/multi_gpu.yaml train_sft.py --config my_run.yaml
 
 Shapes: T tokens of the flat row, S sequences in it. `flat_batch` (common/collators.py) says what a batch
-holds (neighbours may share a beginning: `split_row`), `Output` (common/model/flat_model.py) what the model
-returns.
+holds, `Output` (common/model/flat_model.py) what the model returns. A beginning that neighbours have in common
+is in the row once: `split_row` gives each sequence in full.
 """
 
 from dataclasses import dataclass
@@ -97,12 +97,13 @@ def main(args: Args) -> None:
         for batch in window:  # micro-batches of this process
             with accelerator.accumulate(model):
                 mask = batch["loss_mask"]  # (T,)
+                weights = mask / N  # (T,)
                 if args.loss_type == "nll":
-                    out = model(batch, nll_weights=mask / N)
-                    loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm
+                    out = model(batch, nll_weights=weights)
+                    loss = out.nll  # the sum -Σ_t m_t/N · log p(token_t)   <- the algorithm
                 else:
                     out = model(batch, entropy=True)
-                    loss = -(mask / N * out.logps.detach().exp() * out.logps).sum()
+                    loss = -(weights * out.logps.detach().exp() * out.logps).sum()
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add(mask, loss=-out.logps, mean_token_accuracy=out.correct, entropy=out.entropy)
 

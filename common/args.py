@@ -295,7 +295,11 @@ class RunArgs:
 
 @dataclass
 class CommonArgs(RunArgs, EvalArgs, OptimizerArgs, BatchArgs, DataArgs, ModelArgs):
-    """The arguments that all four scripts share. --help shows the groups in this order."""
+    """The arguments that all four scripts share."""
+
+
+# In the order of --help.
+ARGUMENT_GROUPS = (ModelArgs, DataArgs, BatchArgs, OptimizerArgs, EvalArgs, RunArgs)
 
 
 def save_args(args: CommonArgs, path: Path) -> None:
@@ -304,13 +308,12 @@ def save_args(args: CommonArgs, path: Path) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange | None]:
-    """What a new value of each argument changes in a resumed run (see MayChange); None: it is refused."""
+def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange]:
+    """What a new value of each argument changes in a resumed run (see MayChange); "no": it is refused."""
     effects = {}
     for f in dataclasses.fields(args_class):
         cls, first = first_definition(args_class, f.name)
-        effect = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE")
-        effects[f.name] = None if effect == "no" else effect
+        effects[f.name] = first.metadata.get("may_change") or vars(cls).get("MAY_CHANGE", "no")
     return effects
 
 

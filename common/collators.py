@@ -55,7 +55,7 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
     if any(shared):
         places = places_in_row(starts, shared)
         for s, k in enumerate(shared):
-            if 0 < k < lengths[s]:  # its first own token follows the last one that it shares
+            if k:  # its first own token follows the last one that it shares
                 before[starts[s]] = places[s][k - 1]
         token_map = np.concatenate(places)
 
@@ -85,7 +85,9 @@ def flat_batch(examples: Listing[Example], device: torch.device, weight: float =
         values = [sequence[name] for sequence in sequences]
         is_per_token = np.ndim(values[0]) > 0
         values = row(values) if is_per_token else np.asarray(values)
-        batch[name] = (values * weight).astype(DTYPES[values.dtype.kind])
+        if not weight:
+            values = np.zeros_like(values)
+        batch[name] = values.astype(DTYPES[values.dtype.kind])
     for name, values in batch.items():
         batch[name] = to_device(values, device)
     return batch | {"lengths": lengths, "token_map": token_map}
@@ -120,7 +122,7 @@ def split_row(values: torch.Tensor, batch: Batch) -> list[torch.Tensor]:
     return list(values.split(batch["lengths"]))
 
 
-def own_tokens(units: list[Example]) -> list[int]:
+def sizes_in_row(units: list[Example]) -> list[int]:
     """How many tokens each of these neighbours adds to a row: those that it shares with the one before are
     there already."""
     shared = shared_starts(sequences_of(units))
@@ -142,7 +144,6 @@ def split_evenly(units: list[Example], sizes: list[int], num_parts: int) -> list
     for unit, size in zip(units, sizes, strict=True):
         middle = start + size / 2
         part = int(middle * num_parts // total)
-        part = min(part, num_parts - 1)  # at the very end, if the last unit has no token of its own
         parts.setdefault(part, []).append(unit)
         start += size
     return list(parts.values())
@@ -163,38 +164,45 @@ class Window:
         """examples: those of all processes. mine: for each micro-batch of this process, the indices of its
         examples; every process has the same number of micro-batches. indivisible: sequences of an example
         that stay together even if a micro-batch is split: 2 for pairs. origins(): the source and row of each
-        example; None if the script has made them, which are then checked like those of `encode`."""
+        example; None if the script has made them, which are then checked and converted like those of
+        `encode`.
+
+        Raises UserError for an example whose sequences cannot be divided in this way, and if the check fails.
+        """
         if origins is None:
-            checked = [check_sequence(sequence) for sequence in sequences_of(examples)]
-            layout_of(checked, "a window")
+            for sequence in sequences_of(examples):
+                sequence.update(check_sequence(sequence))
+            layout_of(sequences_of(examples), "a window")
+        for example in examples:
+            if len(example) % indivisible:
+                raise UserError(
+                    f"encode gave an example of {len(example)} sequences: this script needs {indivisible} each"
+                )
         self.examples = examples
         self.origins = origins
         self._accelerator = accelerator
         self._mine = mine
         self._indivisible = indivisible
-        self._micro_batches = self._split(1, math.inf)
         self.backward_calls = 0  # of this pass over the micro-batches
+        self.split(1)
 
     def split(self, parts: int, tokens: float = math.inf) -> "Window":
         """From now on split each micro-batch into this many parts, and these into parts of at least about
         `tokens` tokens, as far as possible. The gradient of the window stays the same."""
-        self._micro_batches = self._split(parts, tokens)
-        return self
-
-    def _split(self, parts: int, tokens: float) -> list[list[Example]]:
-        micro_batches = []
+        self._micro_batches: list[list[Example]] = []
         for members in self._mine:
             units = []
             for i in members:
                 units += self._units_of(self.examples[i])
             if not units:
                 # a process without a row at the end of the run still takes part: its peers wait for its gradients
-                micro_batches.append([])
+                self._micro_batches.append([])
                 continue
-            sizes = own_tokens(units)
-            num_parts = parts * max(1, int(sum(sizes) / parts / tokens))
-            micro_batches += split_evenly(units, sizes, num_parts)
-        return micro_batches
+            sizes = sizes_in_row(units)
+            tokens_of_part = sum(sizes) / parts
+            further_parts = max(1, int(tokens_of_part / tokens))
+            self._micro_batches += split_evenly(units, sizes, parts * further_parts)
+        return self
 
     def _units_of(self, example: Example) -> list[Example]:
         """The parts of an example that are never split: pairs, or single sequences."""
@@ -232,7 +240,8 @@ class Window:
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences of this process's micro-batches."""
-        return sequences_of(sequences_of(self._micro_batches))
+        units = itertools.chain.from_iterable(self._micro_batches)
+        return sequences_of(units)
 
     @property
     def num_sequences(self) -> int:
@@ -301,7 +310,7 @@ class Window:
             counts.append(num_sequences // self._indivisible)
         return max(counts)
 
-    def largest(self) -> list[int]:
+    def largest_lengths(self) -> list[int]:
         """The lengths of the sequences of the micro-batch with the most tokens."""
         lengths = [lengths_of(sequences_of(units)) for units in self._micro_batches]
         return max(lengths, key=sum)
@@ -326,25 +335,25 @@ class Windows:
         distributed so that all cost about the same. The run lasts max_steps windows, or, if that is not
         positive, num_train_epochs passes, of which the last window may be smaller.
         """
-        self.train, self.max_tokens, self.max_steps = train, max_tokens, args.max_steps
+        self.train = train
+        self.max_tokens = max_tokens
+        self.max_steps = args.max_steps
         self.longest = train.examples.longest  # tokens of the longest sequence
         self._accelerator = accelerator
         self._batch_size = args.per_device_train_batch_size
         self._indivisible = indivisible
-        if (train.examples.sequence_counts % indivisible).any():
-            raise UserError(
-                f"encode gave examples that are not {indivisible} sequences each, as this script needs"
-            )
         # micro-batches per window
         self._parts = accelerator.gradient_accumulation_steps * accelerator.num_processes
-        self.size = self._batch_size * self._parts
+        self.size = self._batch_size * self._parts  # examples per window
         # Compared when a run resumes: with another value the same number of steps has used other examples.
         self.step_size = f"{self._parts} micro-batches" if max_tokens else f"{self.size} samples"
+        # the position at which the run ends; None: as many steps as asked for, whatever they hold
         if args.max_steps <= 0:
             self.end = max(1, round(args.num_train_epochs * len(train)))
         else:
             self.end = None if max_tokens else args.max_steps * self.size
-        # for a stream resumed with another number of processes, which continues at its position
+        # A resumed stream goes on at the position it had. If a step had another size before, that is not step ·
+        # size: this is the difference.
         self._shift = 0
         self._budget = Budget(train, self._parts, max_tokens, self.end) if max_tokens else None
 
@@ -421,16 +430,21 @@ class Windows:
             self.train.restore(state)
 
 
-def eval_batches(examples: Listing[Example], accelerator: Any, batch_size: int) -> Iterator[dict[str, Any]]:
-    """This process's share of an evaluation set, in order: each example exactly once over all processes.
+def eval_batches(
+    examples: Listing[Example], accelerator: Any, batch_size: int, indices: Listing[int] | None = None
+) -> Iterator[Batch]:
+    """This process's share of an evaluation set: each example exactly once over all processes, and on this one
+    indices[process_index :: num_processes], in order. indices: of the examples; None: all.
 
     All processes get the same number of batches, including fillers (weight 0).
     """
+    if indices is None:
+        indices = range(len(examples))
     step = batch_size * accelerator.num_processes
-    for start in range(0, len(examples), step):
-        end = min(start + step, len(examples))
-        mine = [examples[i] for i in range(start + accelerator.process_index, end, accelerator.num_processes)]
+    for start in range(0, len(indices), step):
+        members = indices[start : start + step]
+        mine = members[accelerator.process_index :: accelerator.num_processes]
         if mine:
-            yield flat_batch(mine, accelerator.device)
+            yield flat_batch([examples[i] for i in mine], accelerator.device)
         else:
-            yield flat_batch([examples[0]], accelerator.device, weight=0.0)
+            yield flat_batch([examples[members[0]]], accelerator.device, weight=0.0)

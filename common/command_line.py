@@ -16,7 +16,7 @@ import sys
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from common.args import CommonArgs, declared, defaults, first_definition, is_within
+from common.args import ARGUMENT_GROUPS, CommonArgs, declared, defaults, first_definition, is_within
 from common.errors import UserError, last_words, quoted, say, show_and_exit
 from common.memory import is_oom
 from common.other_names import said_here, value_here
@@ -58,24 +58,23 @@ def parse_args(
     if given:
         say(f"settings from the environment: {', '.join(PREFIX + name.upper() for name in given)}")
     given = given | in_file | flags
-    demonstrated: Values = {}
+    demo_values: Values = {}
     if given.get("dataset_name") is None:
         if not Path(demo).exists():
             raise UserError(
                 f"no --dataset_name, and the demo, {demo}, is not here: name one, or start where it lies"
             )
-        demonstrated, mistakes = _file(demo, args_class)
+        demo_values, mistakes = _file(demo, args_class)
         _refuse(mistakes, demo)
         if given.get("model_name_or_path") is None:
             say(f"no --dataset_name and no --model_name_or_path: the embedded demo, {demo}", sys.stderr)
-            demonstrated = {
-                name: demonstrated[name]
-                for name in demonstrated
-                if declared(args_class, name)["goes_with"] not in given
-            }
+            for name in list(demo_values):
+                goes_with = declared(args_class, name)["goes_with"]
+                if goes_with is not None and goes_with in given:
+                    del demo_values[name]
         else:
-            demonstrated = {"dataset_name": demonstrated["dataset_name"]}
-    values = defaults(args_class) | demonstrated | given
+            demo_values = {"dataset_name": demo_values["dataset_name"]}
+    values = defaults(args_class) | demo_values | given
     if values["model_name_or_path"] is None and default_model is not None:
         values["model_name_or_path"] = _last_stage(default_model)
     for line in _without_effect(values, args_class):
@@ -93,7 +92,7 @@ def launch(
     for stream in (sys.stdout, sys.stderr):  # a character missing in the terminal's encoding ends no run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
-    code: str | int | None = 0
+    code = 0
     try:
         main(parse_args(args_class, demo, default_model))
     except UserError as error:
@@ -103,6 +102,8 @@ def launch(
         say("stopped before the first step: there is nothing to save")
         code = 130
     except SystemExit as stop:
+        if isinstance(stop.code, str):  # a script's own: Python prints it, and exits with 1
+            raise
         code = stop.code or 0
     except Exception as error:
         if is_oom(error):
@@ -120,7 +121,7 @@ def launch(
         raise
     sys.stdout.flush()
     if code or os.environ.get("WORLD_SIZE", "1") != "1":  # see NEVER_FREED in common/run/launch.py
-        os._exit(int(code))
+        os._exit(code)
 
 
 def _last_stage(output_dir: str) -> str:
@@ -220,10 +221,12 @@ def _without_effect(values: Values, args_class: type[CommonArgs]) -> list[str]:
         if not needs or values[name] == default:
             continue
         for need in needs.split(", "):
+            is_negated = need.startswith("no ")
             other, _, wanted = need.removeprefix("no ").partition("=")
-            set_to = values[other] if isinstance(values[other], list) else [values[other]]
-            is_set = wanted in set_to if wanted else any(set_to)
-            if is_set == need.startswith("no "):
+            value = values[other]
+            items = value if isinstance(value, list) else [value]
+            is_set = wanted in items if wanted else any(items)
+            if is_set == is_negated:
                 other = f"with --{other}" if is_set else f"without --{other} {wanted}".rstrip()
                 lines.append(f"--{name} has no effect {other}")
                 break
@@ -247,7 +250,7 @@ def _parse(words: list[str], args_class: type[CommonArgs]) -> tuple[Values, list
     # also -1e-3
     parser._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$|^-(inf|nan)$")
     groups = {args_class: parser.add_argument_group("This script")}
-    groups |= {cls: parser.add_argument_group(cls.__doc__) for cls in reversed(CommonArgs.__mro__[1:-1])}
+    groups |= {cls: parser.add_argument_group(cls.__doc__) for cls in ARGUMENT_GROUPS}
     for name, default in defaults(args_class).items():
         group = groups.get(first_definition(args_class, name)[0], groups[args_class])
         text = args_class.__dataclass_fields__[name].metadata.get("help", "")

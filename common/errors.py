@@ -98,10 +98,12 @@ def last_words(error: BaseException) -> None:
 def show_and_exit(error: UserError) -> None:
     """Print one line without a traceback, and exit with code 1."""
     where = "" if is_first() else f"[rank {os.environ['RANK']}] "
-    if where:  # if the first process has this error, too, it prints it, and the launcher ends this one
+    if where:
+        # The first process may have the same error: it prints it, and the launcher ends this one meanwhile. If this
+        # one is still here afterwards, it has failed alone.
         last_words(error)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3.0)  # after which it has failed alone
+        time.sleep(3.0)
     print(printable(f"{where}error: {error}"), file=sys.stderr, flush=True)
     last_words(error)
     sys.stdout.flush()

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # a byte of a character that a vocabulary lacks
-KEPT = ("prompt", "tools", "chat_template_kwargs")  # of a held-out row that is completed
+PROMPT_COLUMNS = ("prompt", "tools", "chat_template_kwargs")  # of a held-out row that is completed
 
 
 class EvalPrompts(NamedTuple):
@@ -41,6 +41,13 @@ class EvalPrompts(NamedTuple):
     rows: list[dict[str, Any]]  # {"prompt", "prompt_ids", and columns for the rewards}
     rewards: list[Reward]
     weights: list[float] | None  # of the rewards' sum; None: it is not scored
+
+
+class Sums(NamedTuple):
+    """Of a source's held-out examples."""
+
+    totals: list[float]  # of each value, times the weights
+    count: float  # of the weights
 
 
 @contextlib.contextmanager
@@ -61,8 +68,7 @@ def evaluate_nll(
     """eval_loss (nats per trained token), eval_perplexity, eval_mean_token_accuracy, eval_entropy; {} without
     data.
 
-    With several sources also eval_<source>_loss; the others are then means over all trained tokens, or, if
-    the sources have weights, weighted means of the sources' values.
+    Several sources: see evaluate_means.
     """
 
     def per_token(batch: Batch) -> dict[str, Tensor]:
@@ -92,11 +98,14 @@ def evaluate_means(
     sources have weights, weighted means of the sources' values.
     """
     names = []
-    table = []  # for each source: the sums of the values, and of the weights
+    table = []  # for each source: the sum of each value, and of the weights
     with evaluating(model):
-        for s in range(len(held_out.sources)):
+        first = 0
+        for count in held_out.counts:
+            indices = range(first, first + count)
+            first += count
             sums = 0.0
-            for batch in eval_batches(held_out.of_source(s), accelerator, args.per_device_eval_batch_size):
+            for batch in eval_batches(held_out, accelerator, args.per_device_eval_batch_size, indices):
                 values = measure(batch)
                 names = list(values)
                 num_items = len(values[names[0]])
@@ -104,18 +113,19 @@ def evaluate_means(
                 counts = batch[weights][::step]
                 totals = [(value * counts).sum() for value in values.values()]
                 sums = sums + torch.stack([*totals, counts.sum()])
-            table.append(accelerator.reduce(sums, "sum").tolist())
+            *totals, count = accelerator.reduce(sums, "sum").tolist()
+            table.append(Sums(totals, count))
     shares = [source.weight for source in held_out.sources]
     if None in shares:
-        shares = [row[-1] for row in table]
+        shares = [row.count for row in table]
     means = {}
     for k, name in enumerate(names):
-        of_sources = [share * row[k] / row[-1] for share, row in zip(shares, table, strict=True)]
+        of_sources = [share * row.totals[k] / row.count for share, row in zip(shares, table, strict=True)]
         means[f"eval_{name}"] = sum(of_sources) / sum(shares)
     if len(table) > 1 and "loss" in names:
         k = names.index("loss")
         for source, row in zip(held_out.sources, table, strict=True):
-            means[f"eval_{source.label}_loss"] = row[k] / row[-1]
+            means[f"eval_{source.label}_loss"] = row.totals[k] / row.count
     return means
 
 
@@ -219,7 +229,7 @@ def _first_prompts(
     for row, _ in itertools.islice(rows, 50 * args.num_samples):
         with contextlib.suppress(BadRow, UserError):  # a row without a prompt is not an error here
             prompt = prompt_of(row)
-            columns = {name: prompt[name] for name in KEPT if prompt.get(name)}
+            columns = {name: prompt[name] for name in PROMPT_COLUMNS if prompt.get(name)}
             prompts.append(tokenize_row(columns, tokenizer, max_length))
         if len(prompts) == args.num_samples:
             break

@@ -36,7 +36,8 @@ REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")
 GRPO_LOSS_TYPES = ("grpo", "bnpo", "dapo", "dr_grpo", "cispo")
 ADVANTAGE_ESTIMATORS = ("grpo", "rloo", "reinforce_pp")
-# A completion is compared with its sampler over so many tokens at least: one token may differ by a nat.
+# The mean difference between a completion and its sampler is over at least so many tokens: in a very short
+# completion a single one may differ by a nat.
 FEW = 8
 
 
@@ -139,15 +140,21 @@ def dpo_loss(
 
     if loss_type == "sigmoid_norm":
         margin = chosen_reward / chosen_tokens - rejected_reward / rejected_tokens
-    if loss_type in ("sigmoid", "sigmoid_norm"):
-        losses = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    if loss_type == "simpo":
+        margin = margin - simpo_gamma
+    as_labelled = F.logsigmoid(margin)  # log of the probability that the label is right
+    flipped = F.logsigmoid(-margin)  # and that it is wrong
+    if loss_type in ("sigmoid", "sigmoid_norm", "simpo"):
+        losses = -(1 - label_smoothing) * as_labelled - label_smoothing * flipped
     elif loss_type == "robust":
-        flipped = -(1 - label_smoothing) * F.logsigmoid(margin) + label_smoothing * F.logsigmoid(-margin)
-        losses = flipped / (1 - 2 * label_smoothing)
+        losses = (-(1 - label_smoothing) * as_labelled + label_smoothing * flipped) / (
+            1 - 2 * label_smoothing
+        )
     elif loss_type == "exo_pair":
         share = label_smoothing or 1e-3
-        kept, flipped = F.logsigmoid(margin), F.logsigmoid(-margin)
-        losses = kept.exp() * (kept - math.log1p(-share)) + flipped.exp() * (flipped - math.log(share))
+        right = as_labelled.exp() * (as_labelled - math.log1p(-share))
+        wrong = flipped.exp() * (flipped - math.log(share))
+        losses = right + wrong
     elif loss_type == "nca_pair":
         losses = -F.logsigmoid(chosen_reward) - 0.5 * (
             F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward)
@@ -162,9 +169,6 @@ def dpo_loss(
         losses = 1 - chosen_reward.sigmoid() + rejected_reward.sigmoid()
     elif loss_type == "sppo_hard":
         losses = (chosen_ratio - 0.5 / beta) ** 2 + (rejected_ratio + 0.5 / beta) ** 2
-    elif loss_type == "simpo":
-        shifted = margin - simpo_gamma
-        losses = -(1 - label_smoothing) * F.logsigmoid(shifted) - label_smoothing * F.logsigmoid(-shifted)
     else:  # orpo: log odds = log p - log(1 - p), with log(1 - e^x) in the form that is accurate near p = 1
         log_odds = (chosen_mean - rejected_mean) - (log1mexp(chosen_mean) - log1mexp(rejected_mean))
         losses = -beta * F.logsigmoid(log_odds)
@@ -174,7 +178,9 @@ def dpo_loss(
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    near = x > -0.6931  # exp(x) > 1/2; both branches get inputs with finite gradients
+    # exp(x) > 1/2. torch.where differentiates both branches: the one that is not chosen gets a constant, since an
+    # infinite gradient times 0 would be NaN.
+    near = x > -0.6931
     return torch.where(
         near,
         torch.log(-torch.expm1(torch.where(near, x, -0.5))),
@@ -212,11 +218,11 @@ def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: s
     low = among.nan_to_num(nan=torch.inf).amin(-1, keepdim=True)
     high = among.nan_to_num(nan=-torch.inf).amax(-1, keepdim=True)
     centred = torch.where(known & (high > low), rewards - mean, torch.zeros_like(rewards))
-    # of each group
-    variance = (centred**2).sum(-1, keepdim=True) / (known.sum(-1, keepdim=True) - 1).clamp(min=1)
+    n = known.sum(-1, keepdim=True)  # of each group
+    others = (n - 1).clamp(min=1)
+    variance = (centred**2).sum(-1, keepdim=True) / others
     if estimator == "rloo":  # r - (n · mean - r) / (n - 1)
-        n = known.sum(-1, keepdim=True)
-        centred = centred * n / (n - 1).clamp(min=1)
+        centred = centred * n / others
     elif estimator not in ADVANTAGE_ESTIMATORS:
         raise ValueError(f"estimator is one of {', '.join(ADVANTAGE_ESTIMATORS)}, not {estimator!r}")
     if scale_rewards == "none":

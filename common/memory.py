@@ -38,7 +38,7 @@ CACHED_NUMBERS, LEAST_TOKENS, LEAST_TOKENS_AUTOCAST = 2**18, 512, 2048
 class Memory(NamedTuple):
     current: float  # in use now
     peak: float  # since the start
-    limit: float  # total; NaN if the system does not report it
+    limit: float  # total
 
 
 def memory(device: torch.device) -> Memory:
@@ -53,14 +53,14 @@ def memory(device: torch.device) -> Memory:
     if device.type == "mps":
         current = torch.mps.driver_allocated_memory() / GIB  # MPS does not record the peak
         return Memory(current, current, torch.mps.recommended_max_memory() / GIB)
-    now, status, limits = (
-        psutil.Process().memory_info().rss,
-        Path("/proc/self/status"),
-        [psutil.virtual_memory().total],
-    )
+    now = psutil.Process().memory_info().rss
+    limits = [psutil.virtual_memory().total]
     peak = now  # where the system does not tell
-    if status.exists():  # not ru_maxrss, which is inherited from the parent process
-        peak = max(now, int(status.read_text().split("VmHWM:")[1].split()[0]) * 1024)
+    with contextlib.suppress(OSError, IndexError):  # no /proc, or one without a peak (gVisor's)
+        status = Path(
+            "/proc/self/status"
+        ).read_text()  # not ru_maxrss, which is inherited from the parent process
+        peak = max(now, int(status.split("VmHWM:")[1].split()[0]) * 1024)
     for file in CONTAINER:
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"
             limits.append(int(Path(file).read_text()))
@@ -80,9 +80,11 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
 
 
 def relieve(device: torch.device, above: float | None = None) -> bool:
-    """Empty the allocator's caches if they and the tensors take more than this share of the memory; None:
-    0.9, but never on CUDA, whose allocator does it when necessary, and would have to allocate its blocks
-    again. Returns whether that was so.
+    """Empty the allocator's caches if they and the tensors take more than this share of the memory. Returns
+    whether they were emptied.
+
+    above: None means 0.9, and on CUDA never: its allocator empties them itself when memory runs out, and
+    emptied earlier it would have to allocate its blocks again.
     """
     now, is_cuda = memory(device), device.type == "cuda"
     used = torch.cuda.memory_reserved(device) / GIB if is_cuda else now.current

@@ -22,7 +22,8 @@ def gather_lists(accelerator: Accelerator, values: list[T]) -> list[T]:
 
 
 def own_share(accelerator: Accelerator, n: int) -> range:
-    """Which of n things are this process's: neighbours, and as many on each process, but for the last ones."""
+    """The indices of this process's share of n things. A share is a run of neighbours; all have the same length, except
+    that the last ones may be shorter, or empty."""
     size = math.ceil(n / accelerator.num_processes)
     first = accelerator.process_index * size
     return range(min(first, n), min(first + size, n))
@@ -34,13 +35,15 @@ def unsharded(value: Any) -> Any:
 
 
 def sharded_as(here: Any, value: Any) -> Any:
-    """The reverse of `unsharded`, for tensors in dicts: sharded as they are in `here`."""
+    """The reverse of `unsharded`, for tensors in dicts: sharded, and on the device, as they are in `here`."""
     if isinstance(here, dict) and isinstance(value, dict):
         return {name: sharded_as(here.get(name), one) for name, one in value.items()}
     if hasattr(here, "device_mesh"):
         return torch.distributed.tensor.distribute_tensor(
             value.to(here.device), here.device_mesh, here.placements
         )
+    if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(here.device)
     return value
 
 

@@ -203,11 +203,10 @@ def roll_out(
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
-    table = []
-    for completion in completions:
-        table.append([math.nan if reward is None else reward for reward in completion.rewards])
-    per_function = torch.tensor(table, dtype=torch.float64)  # (C, F)
-    rewards = combine_rewards(per_function, torch.tensor(weights, dtype=torch.float64))  # (C,)
+    per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
+    rewards = combine_rewards(
+        torch.from_numpy(per_function), torch.tensor(weights, dtype=torch.float64)
+    )  # (C,)
     groups = rewards.view(-1, args.num_generations)
     advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
     advantages = advantages.flatten().float()

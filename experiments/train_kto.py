@@ -19,6 +19,7 @@ Shapes: T tokens of the row, S sequences in it, a prompt with its answer each; l
 
 from dataclasses import dataclass
 import math
+import shlex
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -201,7 +202,7 @@ def main(args: Args) -> None:
         optimizer.zero_grad()
         run.log(step + 1, window, grad_norm=grad_norm, learning_rate=lr_at(step))
 
-    run.finish(try_next=f"python train_grpo.py --model_name_or_path {args.output_dir}")
+    run.finish(try_next=f"python train_grpo.py --model_name_or_path {shlex.quote(args.output_dir)}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ Shapes: T tokens of the row, B pairs and S = 2B sequences in it: chosen, rejecte
 
 from dataclasses import dataclass
 import math
+import shlex
 from typing import Literal
 
 from common.args import CommonArgs, arg
@@ -173,7 +174,7 @@ def main(args: Args) -> None:
 
     classifier = f"{args.output_dir}/classifier"
     run.finish(
-        try_next=f"python train_grpo.py --reward_funcs {classifier}",
+        try_next=f"python train_grpo.py --reward_funcs {shlex.quote(str(classifier))}",
         also=lambda: save_classifier(args.output_dir, "score", classifier),
     )
 

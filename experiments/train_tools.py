@@ -71,7 +71,7 @@ from common.processes import (
 )
 from common.run import Run
 from common.sampling import Reward, RolloutSchedule, Sampled, Sampler, load_rewards, load_sampler, score
-from common.sampling.rewards import from_file, must
+from common.sampling.rewards import call_user_code, from_file
 import numpy as np
 import torch
 
@@ -217,7 +217,7 @@ def load_environment(args: Args, tokenizer: Tokenizer) -> Environment:
     where = f"--environment_factory {args.environment_factory}"
     try:
         make = from_file(args.environment_factory, args.tool_timeout)
-        made = must("making one", make, args.tool_timeout)
+        made = call_user_code("making one", make, args.tool_timeout)
         # Including static and class methods, but not those inherited from a built-in base.
         members = inspect.getmembers(type(made), callable)
         methods = [
@@ -252,10 +252,10 @@ def begin(
     args: Args, tokenizer: Tokenizer, environment: Environment, prompt: Prompt, key: tuple[int, ...]
 ) -> Completion:
     """An episode before its first turn. key: the seed of its environment's randomness."""
-    made = must("--environment_factory: making one", environment.make, args.tool_timeout)
+    made = call_user_code("--environment_factory: making one", environment.make, args.tool_timeout)
     columns = {name: value for name, value in prompt.items() if name not in ("prompt_ids", "tools")}
     columns = {"seed": int(np.random.default_rng(key).integers(2**31))} | columns
-    observation = must("the environment's reset", made.reset, args.tool_timeout, **columns)
+    observation = call_user_code("the environment's reset", made.reset, args.tool_timeout, **columns)
     if observation is not None:
         *before, last = prompt["prompt"]
         longer = prompt | {"prompt": [*before, last | {"content": last["content"] + str(observation)}]}
@@ -369,11 +369,10 @@ def roll_out(
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
-    table = []
-    for completion in completions:
-        table.append([math.nan if reward is None else reward for reward in completion.rewards])
-    per_function = torch.tensor(table, dtype=torch.float64)  # (C, F)
-    rewards = combine_rewards(per_function, torch.tensor(weights, dtype=torch.float64))  # (C,)
+    per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
+    rewards = combine_rewards(
+        torch.from_numpy(per_function), torch.tensor(weights, dtype=torch.float64)
+    )  # (C,)
     groups = rewards.view(-1, args.num_generations)
     advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
     advantages = advantages.flatten().float()

@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Literal, Optional, get_args, get_origin, get_type_hints
 
 from common.args import CommonArgs, arg, declared, is_within
-from common.command_line import parse_args
+from common.command_line import launch, parse_args
 from common.data.chat_template import read_chat_template
 from common.errors import UserError
 import pytest
@@ -325,6 +325,15 @@ def test_the_demo_applies_without_model_and_dataset(monkeypatch, capsys):
     assert (parse().max_steps, parse().learning_rate) == (5, 1e-3)
     monkeypatch.setenv("PLAINLOOP_DATASET_NAME", "d.jsonl")
     assert parse().learning_rate == 2e-5
+
+
+def test_a_script_may_end_itself_with_a_text(monkeypatch):
+    def main(args):
+        raise SystemExit("no such data")
+
+    monkeypatch.setattr("sys.argv", ["train.py", *DATA])
+    with pytest.raises(SystemExit, match="no such data"):
+        launch(main, Args, "no demo")
 
 
 def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):

@@ -24,6 +24,13 @@ def test_the_limit_is_that_of_the_container(tmp_path, monkeypatch):
         assert memory(CPU).limit * 2**30 == limit
 
 
+def test_a_system_that_tells_no_peak_ends_no_run(monkeypatch):
+    """As gVisor's, whose /proc/self/status has no VmHWM."""
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path: "VmRSS:\t1000 kB\n")
+    now = memory(CPU)
+    assert now.peak == now.current > 0
+
+
 def real_cpu_error():
     try:
         torch.empty(2**60, dtype=torch.int8)

@@ -74,12 +74,10 @@ class Chat:
     """The messages so far, and the generation of answers."""
 
     def __init__(self, model: Any, tokenizer: Any, *, system: str, temperature: float, max_new_tokens: int):
-        self.model, self.tokenizer, self.temperature, self.max_new_tokens = (
-            model,
-            tokenizer,
-            temperature,
-            max_new_tokens,
-        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.temperature = temperature
+        self.max_new_tokens = max_new_tokens
         self.begin(system)
 
     def begin(self, system: str) -> None:

@@ -51,10 +51,10 @@ def read_cases(path: str, max_new_tokens: int) -> Cases:
 def table(found: Outcome, before: Cases, changes: dict[str, Change]) -> list[str]:
     """The rates as lines of a table, one per group, with what has changed, if `changes` has something."""
     width = max(map(len, found["groups"]))
-    lines = [
-        f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval"
-        + "  before  fell  rose      p" * bool(changes)
-    ]
+    head = f"{'group':{width}}  {'passed':>9}  {'rate':>5}  95 % interval"
+    if changes:
+        head += "  before  fell  rose      p"
+    lines = [head]
     for group, n in found["groups"].items():
         line = f"{group:{width}}  {n['passed']:>4}/{n['total']:<4}  {n['rate']:5.2f}  {n['low']:.2f} - {n['high']:.2f}  "
         if changes:
@@ -103,11 +103,8 @@ def main(argv: list[str] | None = None) -> int:
     found = answer(args.model, suite, accelerator, args)
     if args.save and accelerator.is_main_process:
         line = {"model": args.model, "max_new_tokens": args.max_new_tokens} | found
-        try:
-            with open(args.save, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            raise UserError(f"--save {args.save}: {error}") from None
+        with open(args.save, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
     changes = {} if before is None else compare(before, found["cases"])
     say("\n".join(table(found, before or {}, changes)))
     if before is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from common.errors import UserError, say
 from common.run.folder import read_args, read_json
-from common.run.parts.regression import fall_p_value, wilson
+from common.run.parts.regression import wilson
 from common.run.parts.report import (
     Row,
     asked,
@@ -34,6 +34,9 @@ from common.run.parts.report import (
 )
 
 from tools import as_command
+from tools.trial_statistics import sign_p_value
+
+Scores = dict[Any, float | None]  # {prompt or case: score}; None: not scored
 
 MOST = 8  # runs on a page: more colours would be hard to tell apart
 FIGURES = 3  # evaluated metrics in the table of all runs
@@ -63,11 +66,8 @@ def main(words: list[str] | None = None) -> None:
                 f"{folder} is not the output folder of a run: it has neither metrics.jsonl nor args.yaml"
             )
     file = Path(args.to or ("comparison.html" if len(folders) > 1 else folders[0] / "report.html"))
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_report(folders, file)
-    except OSError as error:
-        raise UserError(f"{file} cannot be written: {error}") from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_report(folders, file)
     say(f"{file}: open it in a browser")
 
 
@@ -156,32 +156,49 @@ def compare_rates(folders: list[Path]) -> list[Row]:
     return found
 
 
-def outcomes_of(folder: Path) -> dict[str, dict[Any, float]]:
-    """{score: {prompt: 0 or 1}} of the last evaluation, at its first temperature, and {suite: {case: 0 or 1}}
-    of the last evaluation of a suite. A score with any other value is left out."""
-    found: dict[str, dict[Any, float]] = {}
-    *_, rows = [[], *groups(folder / "samples.jsonl")]
-    for number, row in enumerate(rows):
-        if row.get("temperature") == rows[0].get("temperature"):
-            for name, value in scores_of(row).items():
-                found.setdefault(name, {})[number, asked(row)] = value
-    *_, suite = [{}, *lines(folder / "regression.jsonl")]
-    for name, case in (suite.get("cases") or {}).items():
+def read_scores(folder: Path, step: int | None = None) -> tuple[list[Row], dict[str, Scores]]:
+    """The samples of an evaluation, and {metric: {prompt or case: score}} of that and of a suite's evaluation.
+    step: of the evaluations; None: the last ones."""
+    samples: list[Row] = []
+    for rows in groups(folder / "samples.jsonl"):
+        if step in (None, rows[0]["step"]):
+            samples = rows
+    cases: Row = {}
+    for line in lines(folder / "regression.jsonl"):
+        if step in (None, line["step"]):
+            cases = line["cases"]
+    scores: dict[str, Scores] = {}
+    for number, row in enumerate(samples):
+        # as in metrics.jsonl, a metric ends in its temperature, but for the first one
+        is_first = row["temperature"] == samples[0]["temperature"]
+        suffix = "" if is_first else f"_t{row['temperature']:g}"
+        for name, value in scores_of(row).items():
+            column = scores.setdefault(f"eval_{name}{suffix}", {})
+            column[number, asked(row)] = value
+    for name, case in cases.items():
         for group in ("all", case["group"]):
-            found.setdefault(f"suite: {group}", {})[name, case["digest"]] = case["rate"]
-    known = {
-        name: {key: value for key, value in table.items() if value is not None}
-        for name, table in found.items()
-    }
-    return {name: table for name, table in known.items() if table and set(table.values()) <= {0, 1}}
+            column = scores.setdefault(f"eval_regression/{group}", {})
+            column[name, case["digest"]] = case["rate"]
+    return samples, scores
 
 
-def rate_of(outcomes: dict[Any, float]) -> Row:
+def outcomes_of(folder: Path) -> dict[str, Scores]:
+    """{score: {prompt or case: 0 or 1}} of the last evaluations. A score with any other value is left out."""
+    _, scores = read_scores(folder)
+    outcomes: dict[str, Scores] = {}
+    for name, column in scores.items():
+        known = {key: value for key, value in column.items() if value is not None}
+        if known and set(known.values()) <= {0, 1}:
+            outcomes[name.removeprefix("eval_")] = known
+    return outcomes
+
+
+def rate_of(outcomes: Scores) -> Row:
     passed, total = int(sum(outcomes.values())), len(outcomes)
     return {"passed": passed, "of": total, "interval": [round(end, 4) for end in wilson(passed, total)]}
 
 
-def difference(first: dict[Any, float], here: dict[Any, float]) -> Row:
+def difference(first: Scores, here: Scores) -> Row:
     """The test of whether two rates for the same prompts, or cases, differ, by those on which the runs
     differ: each would win half of them by chance (McNemar 1947; exact, two-sided). {} if they are not the
     same."""
@@ -189,8 +206,7 @@ def difference(first: dict[Any, float], here: dict[Any, float]) -> Row:
         return {}
     gained = sum(here[key] > first[key] for key in first)
     lost = sum(here[key] < first[key] for key in first)
-    p = min(1.0, 2 * fall_p_value(max(gained, lost), min(gained, lost)))
-    return {"p": p, "test": "McNemar, exact", "gained": gained, "lost": lost}
+    return {"p": sign_p_value(gained, lost), "test": "McNemar, exact", "gained": gained, "lost": lost}
 
 
 # --- a table of many runs -----------------------------------------------------------------------------------

@@ -203,11 +203,9 @@ class Translation:
         self.flags = defaults(self.args_class)
         if "orpo" in theirs.hints.lower():
             self.set("loss_type", ["orpo"], "the trainer's name")
-        same, renamed = {}, {}
-        for name, value in theirs.settings.items():
-            (same if name in self.flags else renamed)[name] = value
-        for name, value in (same | renamed).items():
-            self.add(name, value)
+        names = sorted(theirs.settings, key=lambda name: name not in self.flags)  # those with our names first
+        for name in names:
+            self.add(name, theirs.settings[name])
         self.add_defaults()
 
     def find_script(self) -> str:
@@ -370,8 +368,8 @@ class Translation:
     add_hub_model_id = add_push_to_hub
 
     def add_val_size(self, name: str, value: float) -> None:
-        if value < 1:
-            self.set("eval_fraction", value, name)
+        if float(value) < 1:
+            self.set("eval_fraction", float(value), name)
         else:
             self.lose(f"{name}: {value}", "a number of rows; a share here: --eval_fraction 0.01")
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import functools
 import hashlib
 import json
+import math
 import os
 from pathlib import Path
 import re
@@ -160,7 +161,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     args = parser.parse_args(words)
     for option in ("tokens", "cpu_seconds", "minutes"):
         value = getattr(args, option)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{option} {value:g}: expected a number above 0")
     if not 0 < args.alpha < 1 or args.jobs < 1 or min(args.seeds) < 0:
         raise UserError("--alpha is between 0 and 1, --jobs at least 1, --seeds from 0")

@@ -18,6 +18,7 @@ import math
 from statistics import NormalDist
 from typing import NamedTuple
 
+from common.run.parts.regression import fall_p_value
 import numpy as np
 
 POWER = 0.8  # seeds_needed: how often so many seeds would tell the difference apart
@@ -129,9 +130,7 @@ def seeds_needed(estimate: Estimate, alpha: float = 0.05) -> int | None:
 def sign_p_value(gained: int, lost: int) -> float:
     """McNemar's test (1947), exact and two-sided: of the prompts on which two runs differ, each wins half by
     chance."""
-    changed, most = gained + lost, max(gained, lost)
-    ways = sum(math.comb(changed, i) for i in range(most, changed + 1))
-    return min(1.0, 2 * ways / 2**changed)
+    return min(1.0, 2 * fall_p_value(max(gained, lost), min(gained, lost)))
 
 
 def holm(p_values: Iterable[float]) -> list[float]:

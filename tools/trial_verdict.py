@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.run.folder import read_args, read_json
-from common.run.parts.report import asked, groups, is_number, lines, points_of, scores_of
+from common.run.parts.report import asked, is_number, points_of
 import numpy as np
 
+from tools.report import Scores, read_scores
 from tools.trial_statistics import (
     holm,
     interval,
@@ -38,7 +39,7 @@ class Outcome(NamedTuple):
 
     folder: Path
     values: dict[str, float]  # of the last evaluation, and COSTS
-    scores: dict[str, dict[Any, float | None]]  # {metric: {prompt or case: score}} of that evaluation
+    scores: dict[str, Scores]  # of that evaluation, by metric
     samples: list[Row]  # of that evaluation
     settings: Row
     data: Row  # dataset.json
@@ -63,24 +64,7 @@ def read_outcome(folder: Path) -> Outcome:
             value = column.mean() if name == "tokens_per_second" else column.max()
             values[name] = float(value)
 
-    samples: list[Row] = []
-    for rows in groups(folder / "samples.jsonl"):
-        samples = rows if best in (None, rows[0]["step"]) else samples
-    cases: Row = {}
-    for line in lines(folder / "regression.jsonl"):
-        cases = line["cases"] if best in (None, line["step"]) else cases
-    scores: dict[str, dict[Any, float | None]] = {}
-    for number, row in enumerate(samples):
-        # as in metrics.jsonl, a metric ends in its temperature, but for the first one
-        is_first = row["temperature"] == samples[0]["temperature"]
-        suffix = "" if is_first else f"_t{row['temperature']:g}"
-        for name, value in scores_of(row).items():
-            column = scores.setdefault(f"eval_{name}{suffix}", {})
-            column[number, asked(row)] = value
-    for name, case in cases.items():
-        for group in ("all", case["group"]):
-            column = scores.setdefault(f"eval_regression/{group}", {})
-            column[name, case["digest"]] = case["rate"]
+    samples, scores = read_scores(folder, best)
     data = read_json(folder / "dataset.json")
     inputs = read_json(folder / "inputs.json")
     return Outcome(folder, values, scores, samples, read_args(folder), data, inputs)

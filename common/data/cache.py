@@ -109,7 +109,17 @@ def _open(folder: Path) -> TokenFile:
     layout = Layout(*facts["layout"])
     ends = np.cumsum(lengths)
     fields = dict(zip(layout.fields, values, strict=True))
-    return TokenFile(layout, ends - lengths, ends, counts, sizes, rows, difficulty, fields, facts)
+    return TokenFile(
+        layout=layout,
+        starts=ends - lengths,
+        ends=ends,
+        counts=counts,
+        sizes=sizes,
+        rows=rows,
+        difficulty=difficulty,
+        fields=fields,
+        facts=facts,
+    )
 
 
 # --- folders ------------------------------------------------------------------------------------------------
@@ -136,7 +146,7 @@ def _find(name: Path, fits: Callable[[Path], bool]) -> Path | None:
         try:
             if fits(folder):
                 return folder
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except Exception:
             continue  # a damaged folder, or a stray file
     return None
 
@@ -210,7 +220,7 @@ def _content(value: Any, depth: int = 12) -> Any:
 
 def _fits(args: CommonArgs, folder: Path) -> bool:
     """Whether `encode` would read and import the same as when the folder was written."""
-    facts = _open(folder).facts
+    facts = _open(folder).facts  # opened, so that a folder whose files are missing or short does not fit
     for name, old in facts["args"].items():
         if digest([getattr(args, name)]) != old:
             return False

@@ -198,9 +198,11 @@ def _answer(
     content = _text_of(message).strip()
     header = (context + written[: written.find(content)]).rstrip()
     if content.startswith("<think>") and header.endswith(("<think>", "</think>")):
-        # The template writes a thought of its own: sampling never has two.
+        # The template has opened or closed a thought here, and the answer's text begins with one as well. Sampling
+        # never writes two. An empty one may go: then the chat is rendered again without it.
         chat = [without_empty_thought(turn) for turn in [*before, message]]
-        if chat[-1] == message or header.endswith("<think>"):
+        has_empty_thought = chat[-1] != message
+        if not has_empty_thought or header.endswith("<think>"):
             raise NotContinued(
                 f"the chat template writes a thought of its own before that of the answer ({WITHOUT_IT})"
             )

@@ -209,7 +209,7 @@ def _adapt(message: Message, needs: Needs) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = [_adapt_call(call, needs) for call in message["tool_calls"]]
         if needs.no_content and not message["content"].strip():
-            return message | {"content": None}
+            return message | {"content": None}  # which is no list of parts
     if needs.short_ids and "tool_call_id" in message:
         message["tool_call_id"] = _short_id(message["tool_call_id"])
     if needs.parts:
@@ -281,5 +281,5 @@ def _hide(value: Any, marks: list[str]) -> Any:
         return hidden
     if not isinstance(value, str) or not any(mark in value for mark in marks):
         return value
-    numbers = {mark: i for i, mark in enumerate(marks)}
-    return re.sub("|".join(map(re.escape, marks)), lambda match: f"\ufdd0{numbers[match[0]]}\ufdd1", value)
+    spelled = "|".join(map(re.escape, marks))
+    return re.sub(spelled, lambda match: f"\ufdd0{marks.index(match[0])}\ufdd1", value)

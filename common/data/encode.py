@@ -27,7 +27,7 @@ from common.data.types import (
     Tokenizer,
     may_reject,
     notes,
-    unicode,
+    valid_text,
     whole,
 )
 from common.errors import UserError, quoted, say
@@ -278,7 +278,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         example = job.encode(row, job.tokenizer, args)
         difficulty = math.nan if job.column in (None, "length") else number_in(row, job.column)
         if isinstance(example, str):
-            example = unicode(example)
+            example = valid_text(example)
         elif isinstance(example, list | tuple) and example:
             example = [check_sequence(sequence, np.iinfo(id_dtype).max) for sequence in example]
         else:
@@ -315,17 +315,20 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
         dtype = {"input_ids": id_dtype, "loss_mask": np.uint8}.get(name, dtype)
         values = [sequence[name] for sequence in sequences]
         fields[name] = np.hstack(values).astype(dtype)  # arrays or numbers
+    code = {}
+    if len(sys.modules) != num_modules:
+        code = loaded_code(inspect.getsourcefile(job.encode))
     return Encoded(
-        np.array(lengths, np.int64),
-        np.array(counts, np.int64),
-        np.array(sizes, np.int64),
-        np.array(numbers, np.int64),
-        np.array(difficulties, np.float64),
-        layout,
-        fields,
-        account,
-        read,
-        {} if len(sys.modules) == num_modules else loaded_code(inspect.getsourcefile(job.encode)),
+        lengths=np.array(lengths, np.int64),
+        counts=np.array(counts, np.int64),
+        sizes=np.array(sizes, np.int64),
+        rows=np.array(numbers, np.int64),
+        difficulty=np.array(difficulties, np.float64),
+        layout=layout,
+        fields=fields,
+        account=account,
+        read=read,
+        code=code,
     )
 
 

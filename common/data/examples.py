@@ -11,7 +11,7 @@ from common.data.types import Example, Sequence
 from common.errors import UserError
 import numpy as np
 
-Data = TypeVar("Data", "Examples", Any)  # Examples, or training data with them: Shuffled, or a stream
+Data = TypeVar("Data")  # Examples, or training data with them: Shuffled, or a stream
 
 
 class TokenFile(NamedTuple):
@@ -33,7 +33,7 @@ class TokenFile(NamedTuple):
         end = self.ends[i]
         tokens = slice(start, end)
         total = len(self.fields["input_ids"])
-        if end > total:  # a row that is cut from a stream may go on at its beginning, see `chunk`
+        if end > total:  # a row cut from joined documents may go on at their beginning, see `chunk`
             tokens = np.arange(start, end) % total
         sequence = {}
         for name, (per, _) in self.layout.fields.items():
@@ -53,41 +53,39 @@ class Examples:
         self.files = files
         self.sources = sources
         self.counts = []  # examples of each source
-        self._starts = []  # of each source: the number of the first sequence of each example
+        self._first_sequence = []  # of each source: the number of the first sequence of each example
         self.longest = 0  # tokens of the longest sequence
         nothing = np.zeros(0, np.int64)
-        lengths, sequence_counts, difficulty = [nothing], [nothing], [nothing]
+        lengths, difficulty = [nothing], [nothing]
         layout = None
         for file in files:
             self.counts.append(len(file.rows))
-            self._starts.append(np.concatenate([[0], np.cumsum(file.counts)]))
+            self._first_sequence.append(np.concatenate([[0], np.cumsum(file.counts)]))
             lengths.append(file.sizes)
-            sequence_counts.append(file.counts)
             difficulty.append(file.difficulty)
             if len(file.rows):
                 self.longest = max(self.longest, int((file.ends - file.starts).max()))
                 layout = agree(layout, file.layout)
-        self._firsts = [0, *np.cumsum(self.counts).tolist()]
-        self.lengths = np.concatenate(lengths)  # (examples,) tokens
-        self.sequence_counts = np.concatenate(sequence_counts)  # (examples,)
+        self._first_example = [0, *np.cumsum(self.counts).tolist()]
+        self.sizes = np.concatenate(lengths)  # (examples,) tokens
         self.difficulty = np.concatenate(difficulty)  # (examples,), for a curriculum
         if np.isnan(self.difficulty).all():
             self.difficulty = None
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return self._first_example[-1]
 
     def __getitem__(self, index: int) -> Example:
         if not 0 <= index < len(self):
             raise IndexError(index)
         s, index = self._place(index)
-        first, end = self._starts[s][index : index + 2].tolist()
+        first, end = self._first_sequence[s][index : index + 2].tolist()
         return [self.files[s].sequence(i) for i in range(first, end)]
 
     def _place(self, index: int) -> tuple[int, int]:
         """The source of an example, and its index there."""
-        s = bisect.bisect_right(self._firsts, index) - 1
-        return s, index - self._firsts[s]
+        s = bisect.bisect_right(self._first_example, index) - 1
+        return s, index - self._first_example[s]
 
     def chats(self, index: int) -> list[Example]:
         """The examples that an example is made of: of a pack several."""
@@ -107,10 +105,6 @@ class Examples:
             layout = file.layout._replace(fields=file.layout.fields | {name: ("sequence", str(values.dtype))})
             self.files[s] = file._replace(layout=layout, fields=file.fields | {name: part})
             first += len(part)
-
-    def of_source(self, s: int) -> "Examples":
-        """The examples of one source."""
-        return Examples([self.files[s]], [self.sources[s]])
 
     def in_pass(self, number: int, seed: int) -> "Examples":
         """The examples for a later pass over their source: the same ones, except in Wrapped."""
@@ -161,8 +155,7 @@ class Packs(Examples):
         self.members = members
         self.counts = counts
         self.max_length = max_length
-        self.lengths = np.array([examples.lengths[pack].sum() for pack in members], np.int64)  # (packs,)
-        self.sequence_counts = np.array([examples.sequence_counts[pack].sum() for pack in members], np.int64)
+        self.sizes = np.array([examples.sizes[pack].sum() for pack in members], np.int64)  # (packs,)
         if examples.difficulty is not None:
             self.difficulty = np.array([examples.difficulty[pack].mean() for pack in members])
 
@@ -182,11 +175,6 @@ class Packs(Examples):
     def where(self, i: int) -> str:
         """The source and row of each example in a pack."""
         return ", ".join(self.examples.where(int(j)) for j in self.members[i])
-
-    def of_source(self, s: int) -> "Packs":
-        """The packs of one source."""
-        first, count = sum(self.counts[:s]), self.counts[s]
-        return Packs(self.examples, self.members[first : first + count], [count], self.max_length)
 
 
 def pack(data: Data, max_length: int) -> Data:
@@ -208,7 +196,7 @@ def pack(data: Data, max_length: int) -> Data:
             examples = examples[np.argsort(data.difficulty[examples], kind="stable")]
         before = len(members)
         for band in np.array_split(examples, bands):
-            for chosen in best_fit(data.lengths[band], max_length):
+            for chosen in best_fit(data.sizes[band], max_length):
                 members.append(band[chosen])
         counts.append(len(members) - before)
         first += count
@@ -219,7 +207,7 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
     """The same kind of data, with documents cut into rows: examples of one sequence of at most max_length
     tokens.
 
-    across: cut each source as one long stream, across document boundaries; otherwise cut each document
+    across: cut each source's documents as if they were joined to one; otherwise cut each document
     separately. A remainder of one token, which has nothing to predict, is left out. A piece has the
     difficulty of the document in which it starts, and, of one document, its per-sequence fields.
 
@@ -227,8 +215,8 @@ def chunk(data: Data, max_length: int, across: bool = True, start: tuple[int, in
     the seed and the pass, `start`, and around the end to that token. So rows have the same lengths in every
     pass, and each token is in one row, but for a remainder that is left out.
 
-    Raises UserError for examples of several sequences, and for per-sequence fields in a stream, whose rows
-    hold several documents.
+    Raises UserError for examples of several sequences, and for per-sequence fields in joined documents, whose rows
+    hold several of them.
     """
     if not isinstance(data, Examples):
         return data.apply(lambda examples: chunk(examples, max_length, across))
@@ -271,7 +259,7 @@ def _cut(file: TokenFile, max_length: int, across: bool) -> tuple[np.ndarray, np
     """The starts and ends, (pieces,) each, of pieces of at most max_length tokens and more than one."""
     starts = file.starts
     ends = file.ends
-    if across:  # a stream is cut as if it were one document
+    if across:  # joined documents are cut as if they were one
         starts = starts[:1]
         ends = ends[-1:]
     counts = -(-(ends - starts) // max_length)  # pieces of each document

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from common.data.types import REASONING, BadRow, Message, may_reject, unicode, without_nulls
+from common.data.types import REASONING, BadRow, Message, may_reject, valid_text, without_nulls
 from common.errors import quoted
 
 SPEAKERS = {
@@ -140,8 +140,10 @@ def as_preference(columns: Columns) -> dict[str, Any]:
     if chosen == rejected:
         raise BadRow("chosen equals rejected")
     for side in (chosen, rejected):
-        if isinstance(side, list) and not _is_answer(_answered(side)):
-            raise BadRow("an answer that does not start with the assistant")
+        if isinstance(side, list):
+            turns = _answered(side)  # which says what else is wrong with it
+            if not _is_answer(turns):
+                raise BadRow("an answer that does not start with the assistant")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | _rendering(columns)
 
 
@@ -237,7 +239,7 @@ def _string(columns: Columns, name: str) -> str:
         raise BadRow(f"{name} is not a string but {type(value).__name__}")
     if not value.strip():
         raise BadRow(f"empty {name}")
-    return unicode(value)
+    return valid_text(value)
 
 
 def _optional(columns: Columns, name: str) -> str:
@@ -331,7 +333,7 @@ def _message(turn: Any) -> Message:
         raise BadRow("a message without text content")
     if name == "function_call" and not calls:  # as JSON: the chat template writes them in its own way
         calls, content = json.loads(content), ""
-    message = {"role": ROLES[name], "content": unicode(content)}
+    message = {"role": ROLES[name], "content": valid_text(content)}
     for key in REASONING:
         if turn.get(key):
             message |= dict.fromkeys(REASONING, turn[key])
@@ -401,7 +403,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 def _answer(value: Any) -> list[Message]:
     """One side of a pair, given as a string, one turn, or a list of turns."""
     if isinstance(value, str):
-        return _answered([{"role": "assistant", "content": unicode(value)}])
+        return _answered([{"role": "assistant", "content": valid_text(value)}])
     return _messages([value] if isinstance(value, dict) else value)
 
 
@@ -413,8 +415,8 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
         if not is_pair or not all(isinstance(text, str) for text in pair):
             raise BadRow("history is not a list of [question, answer]")
         question, answer = pair
-        messages.append({"role": "user", "content": unicode(question)})
-        messages.append({"role": "assistant", "content": unicode(answer)})
+        messages.append({"role": "user", "content": valid_text(question)})
+        messages.append({"role": "assistant", "content": valid_text(answer)})
     instruction = _string(columns, "instruction")
     details = _optional(columns, "input")
     messages.append({"role": "user", "content": f"{instruction}\n{details}" if details else instruction})
@@ -423,7 +425,7 @@ def _alpaca_prompt(columns: Columns) -> list[Message]:
 
 def _hh_messages(text: str) -> list[Message]:
     """HH-RLHF's "\\n\\nHuman: ...\\n\\nAssistant: ..." as messages."""
-    before, *parts = re.split("\n\n(Human|Assistant):", unicode(text))
+    before, *parts = re.split("\n\n(Human|Assistant):", valid_text(text))
     if before:
         raise BadRow(
             "text before the first Human:/Assistant: turn (a prompt in another column: --columns prompt=NAME)"

@@ -77,8 +77,8 @@ class Rows:
         for row in self.rows:
             nothing |= dict.fromkeys(row)
         self.rows = [nothing | row for row in self.rows]
-        self.lengths = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
-        self.longest = max(self.lengths.tolist(), default=0)
+        self.sizes = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
+        self.longest = max(self.sizes.tolist(), default=0)
         self.difficulty = np.array(difficulty) if curriculum_column else None  # (rows,)
         self.order: Order | None = None  # of the run
 

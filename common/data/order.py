@@ -49,11 +49,7 @@ class Order:
                 f"nothing to train on: examples of each source: {', '.join(map(str, self.counts))}"
             )
         # A window spans at most two epochs, unless it is larger than one.
-        self._drawn = lru_cache(maxsize=2)(self._draw)
-
-    def of(self, examples: "Examples") -> "Order":
-        """The order of other examples of the same sources, with the same settings."""
-        return Order(examples.counts, self.seed, weights=self.weights, difficulty=examples.difficulty)
+        self._epoch = lru_cache(maxsize=2)(self._shuffle)
 
     @cached_property
     def quotas(self) -> list[int] | None:
@@ -69,23 +65,20 @@ class Order:
         return sum(self.counts)
 
     def __getitem__(self, position: int) -> int:
-        return self.drawn(position)[0]
+        return self.example_and_pass(position)[0]
 
-    def drawn(self, position: int) -> tuple[int, int]:
+    def example_and_pass(self, position: int) -> tuple[int, int]:
         """The example at a position, and how many passes over its source were complete before."""
         epoch, place = divmod(position, len(self))
-        passes, example = divmod(int(self._drawn(epoch)[place]), len(self))
+        passes, example = divmod(int(self._epoch(epoch)[place]), len(self))
         return example, passes
 
-    def epoch(self, epoch: int) -> np.ndarray:
-        """The examples of an epoch, in order: (N,) int64."""
-        return self._drawn(epoch) % len(self)
-
-    def _draw(self, epoch: int) -> np.ndarray:
-        """All positions of an epoch, (N,) int64: each the example + N · the passes before over its source."""
+    def _shuffle(self, epoch: int) -> np.ndarray:
+        """All positions of an epoch, (N,) int64: of each the example + N · (complete passes over its source before);
+        both in one number, so that they are sorted together."""
         rng = np.random.default_rng((self.seed, epoch))
         if self.quotas is None:
-            order = rng.permutation(len(self)) + epoch * len(self)
+            order = rng.permutation(len(self)) + epoch * len(self)  # every pass is an epoch
         else:
             # Example j of n of a source is placed at a random moment of the j-th of n equal parts of the
             # epoch.
@@ -93,7 +86,7 @@ class Order:
             examples = []
             for s, n in enumerate(self.quotas):
                 moments.append((np.arange(n) + rng.random(n)) / max(n, 1))
-                examples.append(self._draw_source(s, epoch))
+                examples.append(self._shuffle_source(s, epoch))
             order = np.concatenate(examples)[np.argsort(np.concatenate(moments))]
         if epoch == 0 and self.difficulty is not None:
             n = round(CURRICULUM * len(order))
@@ -102,7 +95,7 @@ class Order:
             order[:n] = np.concatenate([rng.permutation(band) for band in np.array_split(ranked, BANDS)])
         return order
 
-    def _draw_source(self, s: int, epoch: int) -> np.ndarray:
+    def _shuffle_source(self, s: int, epoch: int) -> np.ndarray:
         """The examples of source s in an epoch, continuing its permutations where the previous epoch
         ended."""
         n = self.quotas[s]  # positions in an epoch
@@ -133,23 +126,26 @@ class Shuffled:
     def apply(self, function: "Callable[[Examples], Examples]") -> "Shuffled":
         """The same with other examples, which the function makes from these by packing or cutting."""
         examples = function(self.examples)
-        return Shuffled(examples, self.order.of(examples), self.data)
+        order = Order(
+            examples.counts, self.order.seed, weights=self.order.weights, difficulty=examples.difficulty
+        )
+        return Shuffled(examples, order, self.data)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, position: int) -> Example:
-        example, number = self.order.drawn(position)
+        example, number = self.order.example_and_pass(position)
         return self.examples.in_pass(number, self.order.seed)[example]
 
     def where(self, position: int) -> str:
         """The source and row of the example at a position."""
-        example, number = self.order.drawn(position)
+        example, number = self.order.example_and_pass(position)
         return self.examples.in_pass(number, self.order.seed).where(example)
 
     def size(self, position: int) -> int:
         """Tokens of the example at a position (before turns are dropped)."""
-        return int(self.examples.lengths[self.order[position]])
+        return int(self.examples.sizes[self.order[position]])
 
 
 def drop_turns(train: Shuffled, probability: float) -> Shuffled:

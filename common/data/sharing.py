@@ -31,6 +31,7 @@ def shared_start(one: Sequence, other: Sequence) -> int:
     b = other["input_ids"]
     mask = other["loss_mask"]
     n = min(len(a), len(b))
+    # Most neighbours differ early: comparing one token spares them the comparison of whole arrays.
     if n < LEAST_SHARED or a[LEAST_SHARED - 1] != b[LEAST_SHARED - 1] or not mask.any():
         return 0
     differs = (a[:n] != b[:n]) | (mask[:n] != 0)

@@ -235,7 +235,9 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
                 continue
             for new, old in renames:
                 if old in row:  # some rows may lack a column, such as tools
-                    row[new] = row.pop(old)
+                    value = row.pop(old)
+                    if new != "unused":
+                        row[new] = value
                 elif new == "unused":
                     _leave_out(old, row)
             given += 1
@@ -296,8 +298,8 @@ def files_of(source: Source) -> list[Path] | None:
         return files  # all files are held out by their names: the folder is what was asked for
     named = [file for file in named if file in not_held_out]
     if not named and len(not_held_out) == len(files):
-        return files  # no name says anything
-    return named  # []: names say what is held out, and none what to train on
+        return files  # named after no split: all of them are training data
+    return named  # []: some names say held out, and none says train, so that one is asked for
 
 
 def _data_files(folder: Path) -> list[Path]:

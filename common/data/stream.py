@@ -37,6 +37,14 @@ class Block(NamedTuple):
     order: np.ndarray  # (examples,) int64
 
 
+class Place(NamedTuple):
+    """Where a block begins."""
+
+    number: int
+    first: int
+    cursors: list[Cursor | None]
+
+
 class Stream:
     """`stream[position]`: the example at a position of the run. Positions must be read in order, or nearly
     so."""
@@ -76,7 +84,7 @@ class Stream:
     def size(self, position: int) -> int:
         """Tokens of the example at a position."""
         examples, index = self._place(position)
-        return int(examples.lengths[index])
+        return int(examples.sizes[index])
 
     @property
     def examples(self) -> Examples:
@@ -89,7 +97,7 @@ class Stream:
         return self._last_block().data
 
     def _last_block(self) -> Block:
-        return self.blocks[-1] if self.blocks else self._block(self._next[1])
+        return self.blocks[-1] if self.blocks else self._block(self._next.first)
 
     def digests(self) -> dict[str, str]:
         """{label: a hash of what is known of a source's rows before reading them}: sizes and times of its
@@ -104,8 +112,7 @@ class Stream:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resume from a `state`."""
-        # number, first position and cursors of the block from which to read
-        self._origin = (state["number"], state["first"], state["cursors"])
+        self._origin = Place(state["number"], state["first"], state["cursors"])  # from which to read
         self._counted = state["number"]  # the blocks whose rows are counted
         self._forget()
 
@@ -118,12 +125,13 @@ class Stream:
     def _block(self, position: int) -> Block:
         if self.blocks and position < self.blocks[0].first:  # back beyond the blocks in memory
             self._forget()
-        while position >= self._next[1]:
+        while position >= self._next.first:
             block = self._read(*self._next)
             self.blocks.append(block)
+            # A window may reach over several blocks: the first two stay, and those after them while they are small.
             while sum(later.rows for later in self.blocks[2:]) >= BLOCK_ROWS:
                 del self.blocks[0]
-            self._next = (block.number + 1, block.first + len(block.order), block.after)
+            self._next = Place(block.number + 1, block.first + len(block.order), block.after)
         return next(block for block in reversed(self.blocks) if block.first <= position)
 
     def _read(self, number: int, first: int, cursors: list[Cursor | None]) -> Block:
@@ -138,6 +146,7 @@ class Stream:
         data = examples = Examples(files, self.sources)
         for function in self.functions:
             examples = function(examples)
+        # joined documents: every block is cut at another place, as every pass is without streaming
         examples = examples.in_pass(number, self.seed)
         is_rest = num_rows < BLOCK_ROWS and cursors[0] is not None  # of a source with blocks before
         if not len(examples) and not is_rest:

@@ -41,7 +41,7 @@ class Budget:
 
     def restore(self, step: int, position: int) -> None:
         """A window starts at this position, whatever came before it."""
-        self._borders[step] = position
+        self._borders = {0: 0, step: position}
 
     def dealt(self, step: int) -> list[list[int]]:
         """The examples of each micro-batch of a window."""
@@ -72,7 +72,8 @@ def balance(sizes: SequenceOf[int], parts: int, max_tokens: int) -> list[list[in
     costs = [size + size * size / 12288 for size in sizes]
     dearest_first = sorted(range(len(sizes)), key=lambda i: -costs[i])
     members = _distribute(dearest_first, sizes, costs, parts, max_tokens)
-    if members is None:  # in order, each to the emptiest one, which is how `_fill` made sure that they fit
+    # Largest first did not fit. `_fill` placed them in their order, each in the emptiest micro-batch: so this fits.
+    if members is None:
         members = _distribute(range(len(sizes)), sizes, sizes, parts, max_tokens)
     if members is None:
         raise UserError(

@@ -1,15 +1,16 @@
 """Training a new byte-level BPE tokenizer on the documents of a run."""
 
 from collections.abc import Iterable, Iterator
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.args import CommonArgs
 from common.data.cache import build_once, digest, versions
 from common.data.chat_template import read_chat_template
-from common.data.encode import Account
 from common.data.formats import as_text
 from common.data.sources import identity, read_rows, training_sources
+from common.data.types import BadRow
 from common.errors import UserError, say
 
 if TYPE_CHECKING:
@@ -28,14 +29,13 @@ def train_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     say(f"tokenizer: none named; training a byte-level BPE of {vocab_size} tokens on the documents")
-    sources, account = training_sources(args), Account()  # what it counts is said when the rows are tokenised
+    sources = training_sources(args)
 
     def texts() -> Iterator[str]:
         for source in sources:
             for row, _ in read_rows(source):
-                text = account.attempt(lambda row: as_text(row, field), row)
-                if text is not None:
-                    yield text
+                with contextlib.suppress(BadRow):  # said when the rows are tokenised
+                    yield as_text(row, field)
 
     parts = [[identity(source) for source in sources], vocab_size, field, *versions()]
     folder = build_once(

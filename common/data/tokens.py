@@ -64,6 +64,7 @@ def tokenize_chat(
     if max_length is None:
         return sequences
     trained = [sequence for sequence in sequences if sequence["loss_mask"][:max_length].any()]
+    # If nothing is trained within max_length, truncate says so.
     if trained and len(trained) < len(sequences):
         notes.add(f"cut at max_length {max_length}")
     return [truncate(sequence, max_length) for sequence in trained or sequences]

@@ -74,7 +74,7 @@ def may_reject(function: Function) -> Function:
 
 
 @may_reject
-def unicode(text: str) -> str:
+def valid_text(text: str) -> str:
     """The text. Raises BadRow for half of a surrogate pair, which JSON can hold and no tokenizer accepts."""
     text.encode()
     return text

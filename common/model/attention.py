@@ -76,8 +76,8 @@ class FlatRow:
     buckets: list["Bucket"] | None = None  # None: not planned yet, see plan_buckets
     # (T,) int64: the place of each token of the row in the buckets' output; None: in order
     inverse: Tensor | None = None
-    # the batches for recurrent layers: see hybrids.py
-    places: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
+    # the row as batches for recurrent layers, once made: see hybrids._places
+    mixer_batches: dict[bool, tuple[list[Tensor], Tensor]] = field(default_factory=dict)
 
     @property
     def shared(self) -> bool:
@@ -85,7 +85,7 @@ class FlatRow:
         return self.token_map is not None
 
     @cached_property
-    def first(self) -> np.ndarray:
+    def first_places(self) -> np.ndarray:
         """See first_occurrences; of a row that is shared."""
         return first_occurrences(self.token_map)
 
@@ -102,7 +102,7 @@ class Bucket:
     keys: Tensor  # (b, L) int64: tokens of the row
     # (b, Lq) int64: the sequences' own tokens, their last ones; `keys` itself if nothing is shared
     queries: Tensor
-    first: Tensor | None = None  # (b,) int64: the position of the first query in its sequence; None: 0
+    first_query: Tensor | None = None  # (b,) int64: the position of the first query in its sequence; None: 0
     # built once for all layers
     masks: dict[tuple[int | None, torch.dtype, bool], Tensor] = field(default_factory=dict)
 
@@ -115,15 +115,15 @@ class Bucket:
         None if SDPA's own causal mask suffices, unless `always`.
         """
         L = self.keys.shape[1]
-        if self.first is None and (window is None or L <= window) and not always:
+        if self.first_query is None and (window is None or L <= window) and not always:
             return None
         kind = window, dtype, sink
         if kind in self.masks:
             return self.masks[kind]
-        first = self.keys.new_zeros(1) if self.first is None else self.first
+        first = self.keys.new_zeros(1) if self.first_query is None else self.first_query
         key = torch.arange(L, device=first.device)
-        # A padding query may lie beyond the last key. With a window it would see none, and the softmax of
-        # nothing has a gradient of NaN: it gets the last key.
+        # A padding query may lie beyond the last key. With a window all its scores would be -inf, and the gradient
+        # of such a softmax is NaN: so its position is that of the last key.
         query = (first[:, None] + key[: self.queries.shape[1]]).clamp(max=L - 1)
         query = query[:, None, :, None]
         unseen = key > query
@@ -168,8 +168,8 @@ def own_tokens(row: FlatRow) -> np.ndarray:
     """The number of each sequence's own tokens, (S,)."""
     if not row.shared:
         return row.lengths
-    # where each sequence's own tokens end in the row; `first` rises, because they are in order there
-    own_ends = np.searchsorted(row.first, row.lengths.cumsum())
+    # where each sequence's own tokens end in the row; `first_places` rises, because they are in order there
+    own_ends = np.searchsorted(row.first_places, row.lengths.cumsum())
     return np.diff(own_ends, prepend=0)
 
 
@@ -189,10 +189,10 @@ def plan_buckets(row: FlatRow) -> None:
         bucket = Bucket(keys, keys)
         if num_before[group].any():
             bucket.queries = row.in_row(group_queries)
-            bucket.first = to_device(num_before[group], row.device)
+            bucket.first_query = to_device(num_before[group], row.device)
         row.buckets.append(bucket)
     if row.shared:
-        places = places[row.first]
+        places = places[row.first_places]
     num_places = sum(group_queries.size for group_queries in queries)
     if not np.array_equal(places, np.arange(num_places)):
         row.inverse = to_device(places, row.device)
@@ -287,7 +287,7 @@ def flat_attention(
             raise RuntimeError(f"flat attention does not know the tensor {name}")
     if key.shape[2] != query.shape[2]:
         raise RuntimeError("flat attention needs one key for each token")
-    # (T, H, Dh); squeeze, because the gradient of x[0] would be written into a tensor of zeros
+    # (T, H, Dh); squeeze, not x[0], whose backward pass fills a new tensor of zeros
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     plain = softcap is None and s_aux is None and dropout == 0
     cudnn_first = flat_row.cudnn_first and plain and sliding_window is None

@@ -32,7 +32,7 @@ def plain_softmax(
     """fused_head's softmax of a chunk, with stats: scores and factor. The derivative goes to out (n, V) if
     given."""
     logits = logits.clone()
-    inner = apply_(transform, logits, gradient=True)
+    slope = apply_(transform, logits, gradient=True)
     largest = logits.amax(-1, keepdim=True)
     chosen = logits.gather(-1, tokens[:, None])
     exponentials = (logits - largest).exp()
@@ -46,13 +46,13 @@ def plain_softmax(
         if normalize:
             derivative = derivative / total
             total = torch.ones_like(total)
-        out.copy_(derivative if inner is None else derivative * inner)
+        out.copy_(derivative if slope is None else derivative * slope)
     return scores.t(), (-transform.scale / total)[:, 0]
 
 
 @functools.cache
 def compiled() -> Any:
-    """plain_softmax, compiled: at its first use, since some versions of Python refuse it. One graph is for
-    all numbers of rows (but 1) and, as tokens are copied, for all chunks of a row: beyond 8 graphs it would
-    no longer be compiled."""
+    """plain_softmax, compiled at its first use, since torch.compile refuses some versions of Python. One graph
+    serves any number of rows above 1. Tokens are copied, because a view's offset would need a graph of its own, and
+    after 8 graphs torch stops compiling."""
     return torch.compile(plain_softmax, dynamic=True)

@@ -175,7 +175,7 @@ class Experts:
         logits (T, E) and chosen (T, k) of each layer.
         """
         weights = _token_weights(batch)  # (T,)
-        L, E = self.shape = len(logits), logits[0].shape[-1]
+        L, E = self.shape
         if self.shows_probabilities is None:  # checked once, because it synchronises with the device
             first = logits[0].detach()
             sums_to_1 = (first.float().sum(-1) - 1).abs() < 0.02

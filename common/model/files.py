@@ -48,8 +48,10 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
 
 def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
     """Whether a folder, or a repository on the Hub, holds an adapter rather than a model."""
-    if name is None or Path(name).exists():
-        return name is not None and Path(name, "adapter_config.json").exists()
+    if name is None:
+        return False
+    if Path(name).exists():
+        return Path(name, "adapter_config.json").exists()
     from transformers.utils import find_adapter_config_file
 
     try:

@@ -14,7 +14,7 @@ from common.collators import Batch
 from common.errors import UserError
 from common.memory import to_device
 from common.model import hybrids, lm_head
-from common.model.attention import FlatRow, first_occurrences, pad_groups, plan_flat_row
+from common.model.attention import first_occurrences, pad_groups, plan_flat_row
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -87,15 +87,14 @@ class FlatModel(nn.Module):
     padded batch instead (`padded`); the result is the same.
     """
 
-    def __init__(self, lm: nn.Module, *, padded: bool = False):
+    def __init__(self, lm: nn.Module):
         """lm: a transformers causal language model, or peft's wrapper of one."""
         super().__init__()
         self.lm = lm
         # a script's own modules, added before `make_optimizer` and `run.prepare`
         self.extra = nn.ModuleDict()
-        self.padded = padded
-        hybrid = hybrids.Hybrid(lm)
-        self.hybrid = hybrid if hybrid.mixers or hybrid.rotaries else None
+        self.padded = False  # set by wrap
+        self.hybrid = hybrids.Hybrid(lm)
         self.dropout_off = False  # see disable_dropout
         self.stop_ids = []  # the tokens that end a completion; set by load_model
         self.experts = None  # of a mixture of experts, an experts.Experts; set by load_model
@@ -181,11 +180,11 @@ class FlatModel(nn.Module):
             scores = lm_head.log_probs(
                 inner, predicting, tokens, temperature, entropy=entropy, entropy_grad=entropy_grad
             )
-        rows = []
-        for s in scores:
-            row = s.new_zeros(len(states))
-            rows.append(row.index_put((targets,), s * is_trained))
-        logps, entropies, correct = rows if len(rows) == 3 else (rows[0], None, None)
+        rows: list[Tensor | None] = [None, None, None]
+        for i, values in enumerate(scores):
+            zeros = values.new_zeros(len(states))
+            rows[i] = zeros.index_put((targets,), values * is_trained)
+        logps, entropies, correct = rows  # without `entropy` only the first
         if torch.is_grad_enabled():
             if nll_weights is not None:
                 logps = without_gradient(logps, nll, "logps: it has a gradient without nll_weights")
@@ -233,7 +232,7 @@ class FlatModel(nn.Module):
         previous = batch.get("previous")
         first = None  # of each token of the row, its first place in a row without sharing
         # In longer sequences a shared prefix has different states in each of them.
-        longest_shared = self.hybrid.max_unscaled_length if self.hybrid else math.inf
+        longest_shared = self.hybrid.max_unscaled_length
         if padding_matters(self):
             longest_shared = 0
         if batch.get("token_map") is not None and max(batch["lengths"]) > longest_shared:
@@ -264,7 +263,7 @@ class FlatModel(nn.Module):
             "position_ids": batch["position_ids"],
             "flat_row": flat_row,
         }
-        with self.calling(batch["lengths"], flat_row):
+        with hybrids.calling(hybrids.Call(batch["lengths"], flat_row)):
             return _Pass([body(self.lm)(**inputs, **options)])
 
     def _call_padded(self, batch: Batch, options: dict[str, Any]) -> _Pass:
@@ -292,19 +291,13 @@ class FlatModel(nn.Module):
             padded = nn.utils.rnn.pad_sequence([sequences[s] for s in group], batch_first=True)
             is_real = np.arange(padded.shape[1]) < lengths[group, None]
             mask = to_device(is_real, ids.device).long()
-            with self.calling(lengths[group].tolist()):
+            with hybrids.calling(hybrids.Call(lengths[group].tolist(), None)):
                 outputs.append(body(self.lm)(input_ids=padded, attention_mask=mask, **options))
         # computed on the host: to ask the mask would be to wait for the device
         _, places = pad_groups(groups, lengths, lengths.cumsum())
         if token_map is not None:
             places = places[first_occurrences(token_map)]
         return _Pass(outputs, to_device(places, ids.device))
-
-    def calling(self, lengths: list[int], row: FlatRow | None = None) -> contextlib.AbstractContextManager:
-        """Context in which layers that look at the whole input know its sequences."""
-        if self.hybrid is None:
-            return contextlib.nullcontext()
-        return hybrids.calling(hybrids.Call(lengths, row))
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -361,11 +354,6 @@ def body(lm: nn.Module) -> nn.Module:
     inner = base_lm(lm)
     found = inner.base_model
     return inner.model if found is inner else found  # Llama 4's class attribute misnames its body
-
-
-def routes_tokens(lm: nn.Module) -> bool:
-    """Whether a model is a mixture of experts that shows its routing (experts.py)."""
-    return "router_logits" in (getattr(base_lm(lm).base_model, "_can_record_outputs", None) or {})
 
 
 def padding_matters(model: FlatModel) -> bool:

@@ -1,9 +1,9 @@
 """The arithmetic of the LM head (lm_head.py), in chunks of logits: log-probabilities, and the gradient of a
 weighted sum.
 
-A row of the gradient with respect to the logits is `w · (p - onehot)`. Only `exp(logits - largest)`, minus
-the softmax denominator at the token, is of size (n, V), and overwrites the chunk of logits; `w` and the
-denominator become factors of the rows in the matrix products, of size (n, D).
+A row of the gradient with respect to the logits is `w · (p - onehot) = (w / Z) · (e - Z · onehot)`, with
+`e = exp(logits - largest)` and `Z = Σ e`. Only `e - Z · onehot` is of size (n, V), and overwrites the chunk of
+logits; `w / Z`, a number per row, is applied in the matrix products, to what is of size (n, D).
 
 Shapes: N trained positions, V tokens of the vocabulary, D hidden size, n rows of a chunk.
 """
@@ -61,7 +61,6 @@ class Scoring(NamedTuple):
 
     tokens: Tensor  # (N,) int64
     transform: LogitTransform
-    rows: int  # the number of positions whose logits exist at once
     dtype: torch.dtype  # of the matrix products
     stats: bool = True  # whether entropy and correct are needed
     entropy_grad: bool = False  # whether the entropy gets a gradient
@@ -78,7 +77,7 @@ def token_scores(
         function = Recomputed
     elif not trains_head:
         function = FrozenHead
-    elif 0 < len(hidden) <= scoring.rows:
+    elif 0 < len(hidden) <= chunk_rows(hidden.device, len(weight)):
         function = OneChunk
     else:
         function = Recomputed
@@ -102,8 +101,8 @@ class _Chunks:
     def logits(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield for each chunk its rows, hidden states (n, D) and logits (n, V); the next chunk overwrites
         the logits."""
-        rows = max(1, min(self.scoring.rows, len(hidden)))
         V = self.weight.shape[0]
+        rows = max(1, min(chunk_rows(hidden.device, V), len(hidden)))
         exact = hidden.new_empty(rows, V, dtype=self.exact)
         self.product = exact
         if self.dtype != self.exact:
@@ -336,7 +335,10 @@ class Recomputed(torch.autograd.Function):
         ctx.scoring = scoring
         ctx.save_for_backward(hidden, weight, bias)
         logps, entropy, correct = _Chunks(weight, bias, scoring).scores(hidden)
-        ctx.mark_non_differentiable(*([correct] if scoring.entropy_grad else [entropy, correct]))
+        if scoring.entropy_grad:
+            ctx.mark_non_differentiable(correct)
+        else:
+            ctx.mark_non_differentiable(entropy, correct)
         return logps, entropy, correct
 
     @staticmethod

@@ -129,7 +129,7 @@ def _mlp_forward(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether something is called, or replaced, beside a module's own forward."""
+    """Whether a module has hooks, or its forward was replaced: then it has to be called as a module."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return bool(hooks) or "forward" in vars(module)
 

@@ -184,16 +184,16 @@ def _places(row: FlatRow, together: bool) -> tuple[list[Tensor], Tensor]:
 
     together: use a single batch. Built once per row, on the CPU, and used by every layer.
     """
-    if together in row.places:
-        return row.places[together]
+    if together in row.mixer_batches:
+        return row.mixer_batches[together]
     lengths = row.lengths
     groups = [[*range(len(lengths))]] if together else similar(lengths, lengths)
     padded, inverse = pad_groups(groups, lengths, lengths.cumsum())
     if row.shared:
-        inverse = inverse[row.first]
+        inverse = inverse[row.first_places]
     batches = [row.in_row(tokens) for tokens in padded]
-    row.places[together] = batches, to_device(inverse, row.device)
-    return row.places[together]
+    row.mixer_batches[together] = batches, to_device(inverse, row.device)
+    return row.mixer_batches[together]
 
 
 # --- rotary positions ---------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def _rotary_forward(
         length = lengths[:, None].expand(-1, position_ids.shape[1])
         # padding must not count as a longer sequence
         position_ids = position_ids.expand_as(length).minimum(length - 1)
-    # tokens of a group have the same frequencies
+    # Tokens with the same number here have the same frequencies: 0 or 1 for longrope, else the length.
     longrope = "longrope" in _kinds(self).values()
     group = (length > limit).long() if longrope else length.clamp(min=limit)
     embeddings = []  # cos and sin

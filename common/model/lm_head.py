@@ -73,9 +73,7 @@ def log_probs(
     transform = logit_transform(inner, temperature)
     linear = _plain_linear(inner)
     if linear is not None:
-        rows = _rows_at_once(inner, hidden)
-        dtype = compute_dtype(linear.weight)
-        scoring = Scoring(tokens, transform, rows, dtype, entropy, entropy_grad)
+        scoring = Scoring(tokens, transform, compute_dtype(linear.weight), entropy, entropy_grad)
         scores = token_scores(hidden, linear.weight, linear.bias, scoring)
         return scores if entropy else scores[:1]
 
@@ -124,11 +122,6 @@ def map_logits(
     return _in_chunks(inner, map_chunk, hidden, rows, random=True)[0]
 
 
-def _rows_at_once(inner: nn.Module, hidden: Tensor) -> int:
-    # ZeRO-3 hides the weight's shape
-    return chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)
-
-
 def _in_chunks(
     inner: nn.Module,
     function: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
@@ -138,7 +131,8 @@ def _in_chunks(
 ) -> tuple[Tensor, ...]:
     """function(hidden, other) in chunks of rows. If there are several, each is recomputed in the backward
     pass, with the same random numbers if the function may be `random`."""
-    rows = _rows_at_once(inner, hidden)
+    # not the weight's shape, which ZeRO-3 hides
+    rows = chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)
     if len(hidden) <= rows:
         return function(hidden, other)
     # Under ZeRO-3 each call of the head gathers it: the number of calls must be the same on every process.
@@ -164,8 +158,7 @@ def weighted_nll(
         # float16 waits for the backward pass, where the gradient includes the loss scale that keeps it in
         # float16's range.
         if dtype != torch.float16:
-            rows = chunk_rows(hidden.device, linear.weight.shape[0])
-            scoring = Scoring(tokens, logit_transform(inner, temperature), rows, dtype)
+            scoring = Scoring(tokens, logit_transform(inner, temperature), dtype)
             loss, *scores = WeightedNLL.apply(hidden, linear.weight, linear.bias, weights, scoring)
             return loss, tuple(scores)
     logps, entropy, correct = log_probs(inner, hidden, tokens, temperature, entropy=True)

@@ -17,7 +17,7 @@ from common.model import attention, hybrids
 from common.model.create import create_model
 from common.model.experts import add_experts
 from common.model.files import DTYPES, dtype_of, file_config, first_of, hub_errors, is_adapter
-from common.model.flat_model import FlatModel, base_lm, is_quantised, routes_tokens
+from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lora import adapter_config, add_lora, check_mergeable, import_peft
 from common.model.quantised import loading_options, use_plain_arithmetic
 from common.model.save import SHARDS
@@ -102,8 +102,7 @@ def load_model(
         enable_gradient_checkpointing(model)
     if args.torch_compile:
         compile_layers(model)
-    if routes_tokens(model.lm) or args.router_aux_loss_coef:
-        model.experts = add_experts(args, base_lm(model.lm))
+    model.experts = add_experts(args, base_lm(model.lm))
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:
@@ -116,11 +115,15 @@ def load_adapted(
 ) -> FlatModel:
     """args.model_name_or_path with a new adapter; if it is an adapter itself, its base with that adapter
     trained further."""
-    name, start, revision = args.model_name_or_path, None, args.model_revision
+    name = args.model_name_or_path
     base = name
+    revision = args.model_revision
+    start = None  # an adapter that is trained further
     if is_adapter(name, revision):
-        config, start = adapter_config(name, revision), name
-        base, revision = config.base_model_name_or_path, config.revision
+        config = adapter_config(name, revision)
+        start = name
+        base = config.base_model_name_or_path
+        revision = config.revision
         settings = f"r {config.r}, alpha {config.lora_alpha}"
         say(f"model: the adapter {name} is trained further, as it is ({settings}), on its base {base}")
     model = load_pretrained(args, base, len(tokenizer), revision=revision, device=device)
@@ -257,9 +260,9 @@ def _within_a_part(lm: "PreTrainedModel", tensor: str) -> bool:
 def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
     """Extend the embedding and the head to at least vocab_size rows. Rows of zeros below that
     (padding that new tokens now use) become the mean of the others, much like the rows that are added."""
-    known = lm.get_input_embeddings().weight.shape[0]
-    if vocab_size > known:
-        say(f"model: the embedding grows from {known} to {vocab_size} tokens")
+    num_rows = lm.get_input_embeddings().weight.shape[0]
+    if vocab_size > num_rows:
+        say(f"model: the embedding grows from {num_rows} to {vocab_size} tokens")
         with torch.random.fork_rng(devices=[]):  # the same random rows for the reference and on every process
             torch.manual_seed(0)
             lm.resize_token_embeddings(vocab_size, mean_resizing=True)
@@ -269,12 +272,12 @@ def grow_embedding(lm: "PreTrainedModel", vocab_size: int) -> None:
             continue
         weight = part.weight.detach()
         is_empty = (weight == 0).all(1)
-        known = weight[~is_empty]
+        filled = weight[~is_empty]
         if padding is not None:
             is_empty[padding] = False
         is_empty[vocab_size:] = False
-        if is_empty.any() and len(known):
-            weight[is_empty] = known.float().mean(0).to(weight.dtype)
+        if is_empty.any() and len(filled):
+            weight[is_empty] = filled.float().mean(0).to(weight.dtype)
             say(
                 f"model: {int(is_empty.sum())} tokens have rows of zeros: they start as the mean of the others"
             )
@@ -297,8 +300,13 @@ def align(model: nn.Module) -> None:
 
 def enable_gradient_checkpointing(model: FlatModel) -> None:
     """Recompute each layer in the backward pass. Non-reentrant, which LoRA's frozen embeddings need."""
-    recomputed = {"context_fn": hybrids.recompute_contexts} if model.hybrid else {}
-    base_lm(model.lm).gradient_checkpointing_enable({"use_reentrant": False} | recomputed)
+    lm = base_lm(model.lm)
+    if not lm.supports_gradient_checkpointing:
+        raise UserError(f"--gradient_checkpointing: {type(lm).__name__} has none")
+    options: dict[str, Any] = {"use_reentrant": False}
+    if model.hybrid.mixers or model.hybrid.rotaries:
+        options["context_fn"] = hybrids.recompute_contexts
+    lm.gradient_checkpointing_enable(options)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
 
@@ -306,8 +314,7 @@ def enable_gradient_checkpointing(model: FlatModel) -> None:
 def compile_layers(model: FlatModel) -> None:
     """torch.compile each transformer block: one small graph for all of them, with unchanged weight names."""
     attention.exclude_from_compilation()
-    if model.hybrid:
-        hybrids.exclude_from_compilation()
+    hybrids.exclude_from_compilation()
     logging.getLogger("torch._dynamo.convert_frame").addFilter(_in_one_line)
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):

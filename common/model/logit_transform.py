@@ -23,10 +23,13 @@ def logit_transform(inner: nn.Module, temperature: float = 1.0) -> LogitTransfor
     for name in ("logits_scaling", "logits_mup_width_multiplier"):
         factor = getattr(config, name, None) or 1.0
         scale = scale * factor if config.model_type.startswith("hyperclovax") else scale / factor
+    cap = None
     # Gemma, RecurrentGemma, xLSTM
-    caps = "final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"
-    cap = next((getattr(config, name) for name in caps if getattr(config, name, None)), None)
-    return LogitTransform(scale / temperature, cap and cap / temperature)
+    for name in ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"):
+        cap = cap or getattr(config, name, None)
+    if not cap:
+        return LogitTransform(scale / temperature, None)
+    return LogitTransform(scale / temperature, cap / temperature)
 
 
 def apply(transform: LogitTransform, logits: Tensor) -> Tensor:

@@ -98,7 +98,8 @@ def add_lora(
     for config in lm.peft_config.values():
         config.base_model_name_or_path = base
     _use_token_rows(lm)
-    return FlatModel(lm, padded=model.padded)
+    model.lm = lm
+    return model
 
 
 def write_adapter(lm: nn.Module, folder: Path, weights: dict[str, Tensor]) -> None:
@@ -142,9 +143,10 @@ def _new_config(args: CommonArgs, lm: nn.Module, new_tokens: Sequence[int]) -> "
     names = {id(module): name for name, module in lm.named_modules()}
     prefix = names.get(id(lm.get_decoder()), "")
     head = lm.get_output_embeddings()
+    # If a linear layer lies outside of the decoder (in a vision or audio tower), leave out all that do.
     for name, module in lm.named_modules():
         is_linear = isinstance(module, nn.Linear) and module is not head
-        if is_linear and not name.startswith(prefix):  # of a vision or audio tower
+        if is_linear and not name.startswith(prefix):
             left_out.append(rf"(?!{re.escape(prefix)}\.).*")
             break
     if everything and any("experts" in name.split(".") for name in names.values()):

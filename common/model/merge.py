@@ -76,13 +76,17 @@ def policy_writer(
 
     def write(folder: Path) -> None:
         lm = wrapper.lm
-        part = part_of(wrapper, weights, "lm.")
         if hasattr(lm, "peft_config"):
-            every = {name.removeprefix("lm."): w for name, w in weights.items() if name.startswith("lm.")}
+            lm_weights = {}
+            for name, w in weights.items():
+                if name.startswith("lm."):
+                    lm_weights[name.removeprefix("lm.")] = w
             if is_quantised(lm):
-                every |= dequantised_layers(lm)
-            lm = _merged(lm, every)
+                lm_weights |= dequantised_layers(lm)
+            lm = _merged(lm, lm_weights)
             part = part_of(lm, lm.state_dict(), "")
+        else:
+            part = part_of(wrapper, weights, "lm.")
         save_rounded(lm, folder, part, dtype and str(dtype).removeprefix("torch."))
 
     return write

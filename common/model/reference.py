@@ -4,7 +4,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.collators import Batch, flat_batch
+from common.collators import Batch, eval_batches
 from common.data.examples import Examples
 from common.data.order import Shuffled
 from common.data.types import Tokenizer
@@ -63,17 +63,14 @@ def score(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndar
     process scores a share."""
     say(f"reference: scoring {len(examples):,} pairs")
     accelerator = reference.accelerator
-    mine = list(range(accelerator.process_index, len(examples), accelerator.num_processes))
-    # batches of similar lengths
-    mine.sort(key=lambda i: sum(len(sequence["input_ids"]) for sequence in examples[i]))
-    scored = []  # (index, log-probabilities of its sequences) of each example
-    for start in range(0, len(mine), args.per_device_eval_batch_size):
-        members = mine[start : start + args.per_device_eval_batch_size]
-        batch = flat_batch([examples[i] for i in members], accelerator.device)
-        sums = reference.sums(batch)
-        scored += zip(members, sums.view(len(members), -1).tolist(), strict=True)
-    scored = sorted(gather_lists(accelerator, scored))
-    return np.array([values for _, values in scored], np.float32).flatten()
+    order = np.argsort(examples.sizes, kind="stable").tolist()  # batches of similar lengths
+    num_sequences = len(examples[0])
+    sums = []  # of the sequences of each example of this process, and of its fillers
+    for batch in eval_batches(examples, accelerator, args.per_device_eval_batch_size, order):
+        sums += reference.sums(batch).view(-1, num_sequences).tolist()
+    mine = order[accelerator.process_index :: accelerator.num_processes]
+    scored = gather_lists(accelerator, list(zip(mine, sums, strict=False)))
+    return np.array([values for _, values in sorted(scored)], np.float32).flatten()
 
 
 def load_reference(

@@ -10,7 +10,6 @@ from common.data.types import Tokenizer
 from common.memory import SHARDED
 from common.model.flat_model import FlatModel, base_lm
 from common.model.lora import write_adapter
-from common.model.sharded import gather_sharded
 from safetensors.torch import save_file
 import torch
 from torch import Tensor, nn
@@ -39,10 +38,15 @@ def gather_weights(accelerator: Accelerator, model: nn.Module, *, frozen: bool =
     trained, unless `frozen`. If processes share the weights, the main one gets them, and the others {}.
     Called on every process."""
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
-    if accelerator.distributed_type in SHARDED:
-        only_trained = hasattr(wrapper.lm, "peft_config") and not frozen
-        return gather_sharded(accelerator, model, only_trained)
-    return wrapper.state_dict()
+    if accelerator.distributed_type not in SHARDED:
+        return wrapper.state_dict()
+    only_trained = hasattr(wrapper.lm, "peft_config") and not frozen
+    if only_trained and accelerator.is_fsdp2:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        return get_model_state_dict(wrapper, options=options)
+    return accelerator.get_state_dict(model) or {}
 
 
 def write_model(
@@ -64,8 +68,8 @@ def write_model(
     else:
         save_rounded(lm, folder, part, dtype)
     tokenizer.save_pretrained(folder)
-    extra = part_of(wrapper, weights, "extra.")
-    for name, w in extra.items():
+    extra = {}
+    for name, w in part_of(wrapper, weights, "extra.").items():
         extra[name] = w.detach().cpu().clone().contiguous()
     if extra:
         save_file(extra, folder / EXTRA)
@@ -77,7 +81,8 @@ def save_rounded(lm: nn.Module, folder: Path, weights: dict[str, Tensor], dtype:
     What transformers keeps in float32 stays so.
     """
     if dtype is None:
-        return lm.save_pretrained(folder, state_dict=weights)
+        lm.save_pretrained(folder, state_dict=weights)
+        return
     target = getattr(torch, dtype)
     kept = {*(lm._keep_in_fp32_modules or ()), *(lm._keep_in_fp32_modules_strict or ())}
     rounded = {}

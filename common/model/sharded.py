@@ -3,22 +3,7 @@
 from collections.abc import Iterator
 import contextlib
 
-from accelerate import Accelerator
-import torch
 from torch import nn
-
-
-def gather_sharded(accelerator: Accelerator, model: nn.Module, only_trained: bool) -> dict[str, torch.Tensor]:
-    """All weights, or at least the trained ones, on the main process; {} on the others. Called on every
-    process."""
-    if only_trained and accelerator.is_fsdp2:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-        return get_model_state_dict(
-            accelerator.unwrap_model(model, keep_torch_compile=False), options=options
-        )
-    return accelerator.get_state_dict(model) or {}
 
 
 @contextlib.contextmanager

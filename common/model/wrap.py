@@ -56,9 +56,11 @@ def wrap(lm: nn.Module) -> FlatModel:
         try:
             lm.set_attn_implementation(FLAT)
             flat, after_other = (logits_of(lm, model.hidden(row)) for row in (row, other_row))
-            leaks = not _close(flat[len(first) :], after_other[len(first) :], exact)
-            reason = None if _close(flat, alone, rough) else "its sequences would not come out as alone"
-            reason = "its sequences would see each other" if leaks else reason
+            reason = None
+            if not _close(flat[len(first) :], after_other[len(first) :], exact):
+                reason = "its sequences would see each other"
+            elif not _close(flat, alone, rough):
+                reason = "its sequences would not come out as alone"
         except Exception as error:  # architectures fail in different ways; padded batches are checked below
             reason = " ".join(str(error).split())
         if reason is not None:
@@ -69,7 +71,7 @@ def wrap(lm: nn.Module) -> FlatModel:
             say(
                 f"model: {type(lm).__name__} cannot be called on flat rows ({reason}); padded batches instead"
             )
-        elif model.hybrid and (mixers := model.hybrid.mixers):
+        elif mixers := model.hybrid.mixers:
             kinds = ", ".join(sorted({type(mixer).__name__ for mixer in mixers}))
             say(f"model: {type(lm).__name__} on flat rows, packed mixers: {len(mixers)} {kinds}")
     lm.train(was_training)

@@ -10,6 +10,7 @@ usable.
 
 from collections.abc import Callable, Iterator
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -75,7 +76,7 @@ def save_checkpoint(
             shutil.rmtree(folder, ignore_errors=True)
         temporary.mkdir(parents=True)
         if shards:
-            sharded.write_frame(temporary, wrapper, modules, tokenizer)
+            sharded.write_without_weights(temporary, wrapper, modules, tokenizer)
         else:
             write_model(temporary, wrapper, weights, tokenizer)
         if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
@@ -136,17 +137,18 @@ def export(
     temporary = output_dir / ".export.tmp"
     wrapper = accelerator.unwrap_model(model, keep_torch_compile=False)
     trust = {"trust_remote_code": args.trust_remote_code}
-    if best is not None and (best / SHARDS).is_dir():
+    in_shards = best is not None and (best / SHARDS).is_dir()
+    if in_shards:
         sharded.load(accelerator, wrapper, None, best)
-    copies = best is not None and not (best / SHARDS).is_dir()
-    weights = {} if copies else gather_weights(accelerator, model)
+    is_copied = best is not None and not in_shards
+    weights = {} if is_copied else gather_weights(accelerator, model)
 
     @writing(output_dir)
     def write() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         folder = temporary / "adapter" if args.merge_lora else temporary
         folder.mkdir(parents=True)
-        if copies:
+        if is_copied:
             copy_model(best, folder, dtype, **trust)
             tokenizer.save_pretrained(folder)
         else:
@@ -261,8 +263,8 @@ def kept_state(accelerator: Accelerator, name: str, kept: Any) -> Any:
     seen = []
     for value in tree_leaves(state):
         if isinstance(value, torch.Tensor):
-            bits = value.detach().reshape(-1).view(torch.uint8)
-            seen.append(f"{tuple(value.shape)} {bits.sum().item()}")
+            bits = value.detach().cpu().reshape(-1).view(torch.uint8)
+            seen.append(f"{tuple(value.shape)} {hashlib.sha256(bits.numpy()).hexdigest()}")
         elif type(value) in (bool, int, float, str, NoneType):
             seen.append(repr(value))
         else:
@@ -281,6 +283,7 @@ def load_kept(name: str, kept: Any, checkpoint: Path) -> None:
     with _reading(checkpoint / KEPT, f"what this script keeps as {name!r}"):
         state = torch.load(checkpoint / KEPT, map_location="cpu", weights_only=True)[name]
         if isinstance(kept, dict):
+            state = sharded_as(kept, state)
             kept.clear()
             kept.update(state)
         else:

@@ -43,14 +43,14 @@ def describe(run: Any, model: FlatModel, example_name: str, reference: bool) -> 
     rows = getattr(windows.train, "examples", windows.train)  # the data, packed or cut
     packing = None
     if getattr(rows, "max_length", 0):
-        utilisation = float(rows.lengths.sum() / (len(rows) * rows.max_length))
+        utilisation = float(rows.sizes.sum() / (len(rows) * rows.max_length))
         packing = {"rows": len(rows), "max_length": rows.max_length, "utilisation": utilisation}
     plan = windows.plan()
     largest = plan.pop("largest_micro_batch")
     facts = {
         "sources": with_shares(data.facts()),
         "eval_sources": run.held_out.facts(),
-        "lengths": describe_lengths(data.lengths),
+        "lengths": describe_lengths(data.sizes),
         "packing": packing,
         "example": example_name,
         "batched_as": example_name if rows is data else "row",
@@ -99,7 +99,7 @@ def describe_model(args: CommonArgs, model: FlatModel, tokenizer: Tokenizer) -> 
 def with_shares(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The sources with their share of an epoch: by examples if they have weights, else by tokens."""
     measure = "weight" if all(source["weight"] for source in sources) else "tokens"
-    total = max(1, sum(source[measure] for source in sources))
+    total = sum(source[measure] for source in sources) or 1
     return [source | {"share": source[measure] / total} for source in sources]
 
 

@@ -273,7 +273,7 @@ def _refuse_other_run(args: CommonArgs, before: dict[str, Any], earlier: Path) -
     for name, now in vars(args).items():
         if then[name] != now:
             changed[name] = (then[name], now)
-    refused = [None]
+    refused = ["no"]
     if args.save_best and _metric(args.save_best) == _metric(before.get("save_best")):
         refused.append("evaluation")  # evaluations that are compared have to measure the same
     changes = _changes_of(args, changed, refused)
@@ -290,7 +290,9 @@ def _leave_complete_run(args: CommonArgs, changed: dict[str, tuple[Any, Any]]) -
     """Raise SystemExit(0) for the same run once more, and UserError if it would be trained in another way;
     return if it is to be longer."""
     last_step = read_json(Path(args.output_dir, "summary.json")).get("final", {}).get("step", 0)
-    if _changes_of(args, changed, ["duration"]) and not 0 < args.max_steps <= last_step:
+    has_other_length = bool(_changes_of(args, changed, ["duration"]))
+    ends_earlier = 0 < args.max_steps <= last_step
+    if has_other_length and not ends_earlier:
         return
     changes = _changes_of(args, changed, ["training", "duration"])
     if changes:

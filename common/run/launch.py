@@ -26,6 +26,7 @@ import torch
 NEVER_FREED: list[Any] = []
 PASSWORD = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # http://name:password@host
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
+SHARING = ("tp_size", "cp_size", "sp_size")  # processes that share micro-batches; here each has its own
 
 
 def start(args: CommonArgs, script: str) -> tuple[Accelerator, Path | None, dict[str, str]]:
@@ -91,11 +92,7 @@ def refuse_launch(accelerator: Accelerator) -> None:
     if "ACCELERATE_MIXED_PRECISION" in env and "MASTER_ADDR" in env and "WORLD_SIZE" not in env:
         raise UserError(f"accelerate launch was asked for several CPU processes and started one: {cpu}")
     sizes = getattr(accelerator, "parallelism_config", None)
-    for name in (
-        "tp_size",
-        "cp_size",
-        "sp_size",
-    ):  # processes that share micro-batches: here each has its own
+    for name in SHARING:
         if getattr(sizes, name, 1) > 1:
             raise UserError(
                 f"the accelerate config asks for {name}: only dp_replicate_size and dp_shard_size"

@@ -52,7 +52,9 @@ class Metrics:
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
         self.window_is_bad = False  # not trained on, so its values do not count
         self.bad_steps: list[int] = []  # steps that were skipped
-        self.tell: Callable[..., Any] = lambda *_: None  # passes events and lines on to the parts of the run
+        self.notify: Callable[..., Any] = lambda *_: (
+            None
+        )  # passes events and lines on to the parts of the run
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.num_tokens = 0  # of the windows so far, over all processes
         self.first_eval: dict[str, float] = {}  # the first value of each metric of an evaluation
@@ -175,10 +177,10 @@ class Metrics:
         self.cpu_seconds_before = state.get("cpu_seconds", 0.0)
         if self.accelerator.is_main_process:
             with writing(self.output_dir):
+                last_kept = step if step > 0 else -1  # a new run keeps none, not even those of step 0
                 for name in LINES:
                     if (self.output_dir / name).exists():
-                        # A run that starts over keeps none.
-                        _drop_lines_after(step or -1, self.output_dir / name)
+                        _drop_lines_after(last_kept, self.output_dir / name)
 
     def log(self, step: int, **now: float | Tensor | None) -> None:
         """Write the means since the last call, and the values given here. step: updates done so far."""
@@ -205,7 +207,7 @@ class Metrics:
             self._warn_of_spike(step, values["loss"])
         self._restart_clock()
         values = self._write(step, values)
-        self.tell("on_log", step, values)
+        self.notify("on_log", step, values)
 
     def _warn_of_spike(self, step: int, loss: float) -> None:
         if len(self.losses) >= 10:
@@ -228,7 +230,7 @@ class Metrics:
         for sample in samples[:show]:
             say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])
-        self.tell("on_log", step, values)
+        self.notify("on_log", step, values)
         self._restart_clock()  # evaluation does not count as training time
 
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
@@ -236,7 +238,7 @@ class Metrics:
         resumes from an earlier checkpoint."""
         row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
         self.append("events.jsonl", [row])
-        self.tell("on_event", kind, step, text)
+        self.notify("on_event", kind, step, text)
 
     def append(self, file: str, rows: list[dict[str, Any]]) -> None:
         """Append rows to a JSON-lines file of the run (main process).

@@ -1,5 +1,6 @@
 """Non-finite numbers: a step with a NaN or an infinity is skipped, and its batch is kept for inspection."""
 
+import contextlib
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 MOST_BAD = 3  # steps in a row, after which the run ends
 MOST_KEPT = 100  # steps whose batches are kept
-MOST_STILL = 5  # steps in a row with a gradient of 0, after which a line says so
+MOST_ZERO = 5  # steps in a row with a gradient of 0, after which a line says so
 
 
 class NonFinite:
@@ -23,7 +24,7 @@ class NonFinite:
     def __init__(self, metrics: Metrics, tokenizer: Tokenizer):
         self.metrics = metrics
         self.tokenizer = tokenizer
-        self.still = 0  # steps in a row whose gradient was exactly 0
+        self.zero_gradients = 0  # steps in a row whose gradient was exactly 0
 
     def check(self, grad_norm: Tensor | None, step: int, window: Window) -> bool:
         """Whether the optimizer should take the step; a window with a number that is not finite is reported
@@ -37,13 +38,17 @@ class NonFinite:
         accelerator = self.metrics.accelerator
         loss = float(metrics.window["loss"][0]) if "loss" in metrics.window else 0.0
         norm = math.nan if grad_norm is None else float(unsharded(grad_norm))
-        scaled = accelerator.scaler is not None and accelerator.scaler.get_scale() >= 1
-        bad = not math.isfinite(loss) or not (math.isfinite(norm) or grad_norm is None or scaled)
-        bad = metrics.window_is_bad = anywhere(accelerator, bad)  # all processes take the step, or none does
-        self.still = self.still + 1 if norm == 0 else 0
-        if self.still == MOST_STILL:
+        scaler_skips = accelerator.scaler is not None and accelerator.scaler.get_scale() >= 1
+        checks_norm = grad_norm is not None and not scaler_skips
+        bad = not math.isfinite(loss)
+        if checks_norm and not math.isfinite(norm):
+            bad = True
+        bad = anywhere(accelerator, bad)  # all processes take the step, or none does
+        metrics.window_is_bad = bad
+        self.zero_gradients = self.zero_gradients + 1 if norm == 0 else 0
+        if self.zero_gradients == MOST_ZERO:
             say(
-                f"step {step + 1}: the gradient was exactly 0 in {MOST_STILL} steps in a row: nothing is trained; look at "
+                f"step {step + 1}: the gradient was exactly 0 in {MOST_ZERO} steps in a row: nothing is trained; look at "
                 "the mask, the weights, or in GRPO at frac_reward_zero_std"
             )
         if bad:
@@ -52,17 +57,22 @@ class NonFinite:
 
     def _report(self, loss: float, norm: float, step: int, window: Window) -> None:
         metrics = self.metrics
+        accelerator = metrics.accelerator
         metrics.bad_steps.append(step + 1)
         what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}"
         metrics.event("bad", step + 1, what)
         file = f"bad_batches/step-{step + 1}.jsonl"
         kept = f"its batch is in {metrics.output_dir / file}"
         if len(metrics.bad_steps) <= MOST_KEPT:
-            (metrics.output_dir / file).unlink(missing_ok=True)  # of the same step before the run was resumed
+            if accelerator.is_main_process:
+                with contextlib.suppress(OSError):  # of the same step before the run was resumed
+                    (metrics.output_dir / file).unlink()
             metrics.append(file, self._rows(window))
         else:
             kept = f"its batch is not kept: those of {MOST_KEPT} other steps are there"
-        in_a_row = sum(later in metrics.bad_steps for later in range(step + 2 - MOST_BAD, step + 2))
+        last = step + 1  # this one
+        recent = range(last - MOST_BAD + 1, last + 1)
+        in_a_row = sum(number in metrics.bad_steps for number in recent)
         if in_a_row < MOST_BAD:
             say(f"step {step + 1}: {what}; {kept}")
             return

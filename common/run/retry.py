@@ -102,9 +102,12 @@ class Retry:
             finally:
                 self._inside = False
             # The exception is gone by now, and with it the frames that held the failed attempt's tensors.
-            if reason is not None and self.experts:
+            failed = reason is not None
+            if failed and self.experts:
                 self.experts.give_up()
-            if not (anywhere(self.accelerator, reason is not None) if self._sums else reason is not None):
+            if self._sums:  # all processes start again, or none does
+                failed = anywhere(self.accelerator, failed)
+            if not failed:
                 break
             self._start_again(step, window, reason)
         if self._sums:
@@ -173,5 +176,5 @@ def _seed_all(seed: int) -> None:
 
 
 def _shape(window: Window) -> str:
-    lengths = window.largest()
+    lengths = window.largest_lengths()
     return f"micro-batches of {len(lengths)} sequence(s), {sum(lengths):,} tokens"

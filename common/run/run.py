@@ -5,7 +5,7 @@ script does. It calls two functions of the script: `gradients`, again for a wind
 (`retry_smaller`), and `also`, if there is one, which writes further files of the final model (`finish`).
 
 Its parts are in the dict `parts`, by name: Metrics, Retry, Progress, the windows, and those of run/parts/.
-Each has those of these methods that it needs:
+A part may have any of these methods; those that it lacks are not called:
 
     restore(step, state)        start after so many updates with its state in the checkpoint ({} for a new run)
     state(step) -> dict         its state for trainer_state.json
@@ -55,7 +55,7 @@ from common.run.nonfinite import NonFinite
 from common.run.parts.alerts import Alerts
 from common.run.parts.best import Best
 from common.run.parts.hub import push_at_end, write_card
-from common.run.parts.mfu import mfu_of_run
+from common.run.parts.mfu import mfu_per_token, typical_length
 from common.run.parts.regression import Regression
 from common.run.parts.report import Report
 from common.run.parts.trackers import Tracker
@@ -140,7 +140,7 @@ class Run:
             self._write_settings()
         check_modules(model, optimizer)
         on_gpu = accelerator.device.type == "cuda"
-        mfu = mfu_of_run(model, windows, accelerator) if on_gpu else None
+        mfu = mfu_per_token(model, typical_length(windows), accelerator) if on_gpu else None
         load_extra(model, self.resume_from, args.model_name_or_path)
         self.model, self.optimizer = accelerator.prepare(model.train(), optimizer)
         state = resume(accelerator, self.resume_from, self.optimizer, self.model)
@@ -149,7 +149,7 @@ class Run:
         # Evaluations and saves done up to here are not repeated.
         self.resumed_at = self.first_step if self.resume_from else -1
         self.metrics = Metrics(accelerator, args, mfu)
-        self.metrics.tell = self._each
+        self.metrics.notify = self._each
         self.nonfinite = NonFinite(self.metrics, self.tokenizer)
         self.retry = Retry(args, accelerator, self.model, self.metrics)
         self.model = self.retry.model
@@ -225,12 +225,12 @@ class Run:
             load_kept(name, kept, self.resume_from)
         return kept
 
-    def _each(self, method: str, *words: Any) -> dict[str, Any]:
+    def _each(self, method: str, *arguments: Any) -> dict[str, Any]:
         """Call a method of every part that has it; what each returns, by the part's name."""
         results = {}
         for name, part in self.parts.items():
             if hasattr(part, method):
-                results[name] = getattr(part, method)(*words)
+                results[name] = getattr(part, method)(*arguments)
         return results
 
     # --- the loop -------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class Run:
         stop exits here with code 75. The same on every process."""
         can_save = step % self.save_every == 0
         request = self.signals.poll(possible=can_save and step < self.last_step)
-        is_new_best = self.best_step == step > self.resumed_at
+        is_new_best = self.best_step == step and step > self.resumed_at
         if request or is_new_best or self._due(step, self.args.save_steps, max(self.resumed_at, 0)):
             self.save_wanted = True
         if self.save_wanted and can_save:
@@ -396,7 +396,7 @@ class Run:
         export(args, self.accelerator, self.model, self.tokenizer, best, dtype, also)
         if self.accelerator.is_main_process:
             with writing(args.output_dir):
-                write_card(args, self.script, self.best_step)
+                write_card(args, self.name, self.best_step)
             # A killed run may have left more.
             prune(args.output_dir, self.step, args.save_total_limit, self.best_step)
         if best:

@@ -25,7 +25,7 @@ from common.data.types import Tokenizer
 from common.errors import UserError
 from common.model.flat_model import FlatModel
 from common.model.save import EXTRA, SHARDS
-from common.processes import gather_lists
+from common.processes import gather_lists, unsharded
 from safetensors.torch import save_file
 import torch
 
@@ -71,7 +71,9 @@ def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:
     return sharded and not hasattr(model.lm, "peft_config")
 
 
-def write_frame(folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], tokenizer: Tokenizer) -> None:
+def write_without_weights(
+    folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], tokenizer: Tokenizer
+) -> None:
     """Write what lies beside the shards: configuration, tokenizer, and `model.extra`, whole. On the main
     process."""
     model.lm.save_pretrained(folder, state_dict={})
@@ -84,11 +86,10 @@ def write_frame(folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], 
 
 def gather_extra(model: FlatModel) -> dict[str, torch.Tensor]:
     """The weights of `model.extra`, whole. Called on every process."""
-    state = model.extra.state_dict()
-    return {
-        name: getattr(w, "full_tensor", lambda w=w: w)().detach().cpu().contiguous()
-        for name, w in state.items()
-    }
+    weights = {}
+    for name, w in model.extra.state_dict().items():
+        weights[name] = unsharded(w).detach().cpu().contiguous()
+    return weights
 
 
 def save(accelerator: Accelerator, model: FlatModel, optimizer: Any, folder: Path) -> None:

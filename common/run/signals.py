@@ -20,12 +20,18 @@ import torch
 EXIT_SECONDS = 10.0  # allowed from the last save to the end of the process
 EXIT_CODE = 75  # EX_TEMPFAIL: stopped before the end, to be started again
 
-# Numeric requests of processes; the run does the largest one.
-SAVE = 1
-STOPS = {2: "--max_hours", 3: "its launcher's end", 4: "SIGINT", 5: "SIGTERM", 6: "SIGHUP"}
-SIGNALS = {signal.SIGINT: 4, signal.SIGTERM: 5}
+# Requests of processes; the run does the largest one.
+SAVE, TIME_OVER, LAUNCHER_GONE, INTERRUPTED, TERMINATED, HUNG_UP = range(1, 7)
+STOPS = {
+    TIME_OVER: "--max_hours",
+    LAUNCHER_GONE: "its launcher's end",
+    INTERRUPTED: "SIGINT",
+    TERMINATED: "SIGTERM",
+    HUNG_UP: "SIGHUP",
+}
+SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 if hasattr(signal, "SIGUSR1"):  # not on Windows
-    SIGNALS |= {signal.SIGHUP: 6, signal.SIGUSR1: SAVE}
+    SIGNALS |= {signal.SIGHUP: HUNG_UP, signal.SIGUSR1: SAVE}
 reset_in_children(set(SIGNALS))
 
 
@@ -65,7 +71,7 @@ class Signals:
         if self.is_first:
             self.is_first = False
             return ""
-        num_pending = len(self.pending)
+        num_pending = len(self.pending)  # a signal may add to them while the processes agree
         request = max([request, *self.pending[:num_pending]])
         if self.accelerator.num_processes > 1:
             largest = torch.tensor(request, device=self.accelerator.device)
@@ -94,10 +100,10 @@ class Signals:
         """The request of this process without a signal: its launcher has ended, or, on the main process alone
         (clocks may differ), a time is over."""
         if self.launcher is not None and os.getppid() != self.launcher:
-            return 3
+            return LAUNCHER_GONE
         if self.clock is None or not self.accelerator.is_main_process:
             return 0
-        return {"stop": 2, "save": SAVE, "": 0}[self.clock.due()]
+        return {"stop": TIME_OVER, "save": SAVE, "": 0}[self.clock.due()]
 
     def _receive(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT:

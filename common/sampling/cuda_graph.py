@@ -43,7 +43,7 @@ class StepGraph:
     def __init__(self):
         self.replay: Step | None = None
         self.version = -1  # of the captured shapes
-        self.waits: bool | None = None  # whether the step synchronises with the device; None: not tested yet
+        self.synchronises: bool | None = None  # whether the step waits for the device; None: not tested yet
 
     def __call__(self, step: Step, tokens: Tensor, version: int) -> Tensor:
         """The logits, which the next call overwrites. step: the same each time. version: changes with the
@@ -51,35 +51,33 @@ class StepGraph:
         if self.replay is not None and self.version == version:
             return self.replay(tokens)
         logits = self._eager(step, tokens)
-        if not self.waits and self.version != version:
+        if not self.synchronises and self.version != version:
             self.replay = None
             self.version = version
             try:
                 self.replay = capture(step, tokens)
             except Exception as error:  # from a kernel, or the allocator
-                self.waits = not is_oom(error)
-                say(
-                    "sampling: no CUDA graph "
-                    + ("for this size: out of memory" if is_oom(error) else f"({error})"[:200])
-                )
+                self.synchronises = not is_oom(error)
+                reason = "for this size: out of memory" if is_oom(error) else f"({error})"[:200]
+                say(f"sampling: no CUDA graph {reason}")
         return logits
 
     def _eager(self, step: Step, tokens: Tensor) -> Tensor:
-        if self.waits is None:
+        if self.synchronises is None:
             try:
-                with waiting_is_an_error():
+                with synchronising_is_an_error():
                     logits = step(tokens)
-                self.waits = False
+                self.synchronises = False
                 return logits
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
-                self.waits = True  # the step rewrites whatever it has written
+                self.synchronises = True  # the step rewrites whatever it has written
         return step(tokens)
 
 
 @contextlib.contextmanager
-def waiting_is_an_error() -> Iterator[None]:
+def synchronising_is_an_error() -> Iterator[None]:
     """Context in which a call that synchronises with the device raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -25,7 +25,6 @@ from common.sampling.padded import (
     cache_name,
     caches_join,
     end_to_end,
-    mixers_of,
     steps_as_trained,
 )
 import numpy as np
@@ -104,7 +103,7 @@ def sample(
         limits[i] = min(limit, num_positions(model) - length + 1)
         longest = max(longest, length + limits[i])
     method = choose_method(model, longest)
-    batch_size = batch_size or at_once(model, method, longest)
+    batch_size = batch_size or default_batch_size(model, method, longest)
     waiting = list(range(len(prompts)))  # indices of prompts
     if method.equal_lengths:
         waiting.sort(key=lambda i: lengths[i])
@@ -150,20 +149,20 @@ def distinct_prompts(prompts: Sequence[Sequence[int]]) -> tuple[list[tuple[int, 
 def choose_method(model: FlatModel, longest: int) -> SamplingMethod:
     """longest: the largest number of tokens of a prompt and its completion."""
     flat = SamplingMethod(partial(FlatDecoder, model.lm), CACHED)
-    if not model.padded and not model.hybrid:
+    if not model.padded and not model.hybrid.mixers and not model.hybrid.rotaries:
         return flat
-    # No cache can be used: the layers keep one of their own, or its entries would have the positions of a
-    # shorter sequence.
-    if cache_name(model) is None or (model.hybrid and longest > model.hybrid.max_unscaled_length):
+    # No cache fits: the layers keep a state that transformers' cache lacks, or a completion may grow past the
+    # length up to which rotary frequencies stay the same, so that earlier entries would have the wrong ones.
+    if cache_name(model) is None or longest > model.hybrid.max_unscaled_length:
         return SamplingMethod(partial(WholeDecoder, model), FLAT)
-    if not model.padded and not mixers_of(model):
+    if not model.padded and not model.hybrid.mixers:
         return flat
     inner = base_lm(model.lm)
     equal_lengths = model.padded or not caches_join(inner)
     return SamplingMethod(partial(PaddedDecoder, model), inner.stock_attention, equal_lengths)
 
 
-def at_once(model: FlatModel, method: SamplingMethod, longest: int) -> int:
+def default_batch_size(model: FlatModel, method: SamplingMethod, longest: int) -> int:
     """How many completions to sample together."""
     lm = base_lm(model.lm)
     if lm.device.type != "cuda" or method.attention != CACHED:
@@ -186,14 +185,16 @@ def generating(model: FlatModel, attention: str = CACHED) -> Iterator[nn.Module]
     lm.eval()
     if implementation == FLAT:
         inner.set_attn_implementation(attention)
-    limited = steps_as_trained(model) if model.hybrid else contextlib.nullcontext()
+    limited = steps_as_trained(model)
     gathered = gathered_weights(model) if is_sharded(model) else contextlib.nullcontext()
     eager = torch.compiler.set_stance("force_eager")
     try:
         # Compiled blocks would be recompiled for every number of rows. Weights are gathered outside inference
         # mode, because a backward pass may not use tensors created in it.
         with limited, cast_once(inner) as cached_casts, torch.no_grad(), gathered, eager:
-            with contextlib.nullcontext() if cached_casts else torch.inference_mode():
+            # Inference mode is faster, but in it autocast would not keep the casts.
+            fastest = contextlib.nullcontext() if cached_casts else torch.inference_mode()
+            with fastest:
                 yield lm
     finally:
         if implementation == FLAT:

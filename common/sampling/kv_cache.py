@@ -102,7 +102,6 @@ class KVCache:
         """Make room for the next token of every completion."""
         self.t += 1
         self.newest += 1
-        self.begin_pass()
         if self.t == self.capacity:
             self.capacity = min(2 * self.capacity, self.limit)
             self.version += 1

@@ -1,7 +1,7 @@
 """Sampling from models whose attention cannot be replaced, or whose layers keep a state.
 
-They are sampled from with transformers' cache; without any, every token from a pass over all previous ones, if
-that cache does not hold everything (slow, but right for any model).
+They are sampled from with transformers' cache. Where that does not hold all that the layers keep, each token
+takes a pass over all previous ones: slow, but right for any model.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +27,14 @@ if TYPE_CHECKING:
 # Contents of a layer of transformers' cache: (b, ..., tokens, size) tensors, and dicts of (b, ...) ones.
 PER_TOKEN = ("keys", "values")
 STATES = ("conv_states", "recurrent_states")
-JOINABLE = {"DynamicLayer", "DynamicSlidingWindowLayer", "LinearAttentionLayer", "DummyLayer"}
-JOINABLE |= {"LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+JOINABLE = {
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "DummyLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+}
 
 
 def cache_name(model: FlatModel) -> str | None:
@@ -36,8 +42,8 @@ def cache_name(model: FlatModel) -> str | None:
     from transformers import Cache, DynamicCache
 
     lm = base_lm(model.lm)
-    mixers = mixers_of(model)
-    has_states = any(hasattr(layer, STATES[0]) for layer in _new_cache(lm).layers)
+    mixers = model.hybrid.mixers
+    has_states = any(hasattr(layer, "conv_states") for layer in _new_cache(lm).layers)
     has_own_cache = any(names_in_code(type(mixer)) & OWN_CACHE for mixer in mixers)
     if has_states != bool(mixers) or has_own_cache:
         return None  # the layers keep their state elsewhere
@@ -45,10 +51,6 @@ def cache_name(model: FlatModel) -> str | None:
         if {Cache, DynamicCache}.intersection(get_args(parameter.annotation)):
             return parameter.name  # it was renamed in transformers 5.24
     return None
-
-
-def mixers_of(model: FlatModel) -> list[nn.Module]:
-    return model.hybrid.mixers if model.hybrid else []
 
 
 def end_to_end(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -78,7 +80,7 @@ def steps_as_trained(model: FlatModel) -> Iterator[None]:
     state (Nemotron-H, Zamba2: at least time_step_min).
     """
     limits = {}
-    for mixer in mixers_of(model):
+    for mixer in model.hybrid.mixers:
         limits[type(mixer)] = getattr(mixer, "time_step_limit", None)
     with contextlib.ExitStack() as stack:
         for cls, limit in limits.items():
@@ -109,8 +111,8 @@ class PaddedDecoder:
     """A Decoder (generate.py) that uses transformers' own cache and masks.
 
     Prompts are read in groups of equal length, because padding would enter a state. Then their caches are
-    joined: keys and values are left-padded, and masked there; a state has no length. If that is impossible,
-    prompts are passed one at a time.
+    joined: keys and values are left-padded, and masked there; a state has no length. Where caches cannot be
+    joined, all prompts given are of one length (`SamplingMethod.equal_lengths`).
     """
 
     def __init__(
@@ -132,7 +134,7 @@ class PaddedDecoder:
         if "logits_to_keep" in self.accepted:
             optional["logits_to_keep"] = 1
         # with a cache of states alone, the layers would multiply the new token by the mask
-        if any(hasattr(layer, PER_TOKEN[0]) for layer in cache.layers):
+        if any(hasattr(layer, "keys") for layer in cache.layers):
             optional["attention_mask"] = mask
         out = self.lm(input_ids=ids, **{self.cache_name: cache}, use_cache=True, **optional)
         return out.logits[:, -1].float()

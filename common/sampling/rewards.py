@@ -44,19 +44,31 @@ GROUPED = re.compile(r"(?<=\d)(\{,\}|\\,)(?=\d{3}(?!\d))")  # 1{,}000 in TeX
 OF_TRL = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward")
 DOTTED = re.compile(r"[^\W\d]\w*([.][^\W\d]\w*)+")
 MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
-FORMULA = re.compile(
+FORMULA = re.compile(  # a power, root or π; 2x, 1e2; 1/2; x+2; 2*x
     r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b"
 )
-GIVEN = ("prompts", "completions", "completion_ids")  # to every function, beside the columns of the rows
+ALWAYS_GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+)  # to every function, beside the columns of the rows
 # Not allowed as a reward's name: evaluations have metrics of these names (eval_loss), samples these fields.
-TAKEN = {"loss", "perplexity", "mean_token_accuracy", "entropy", "bits_per_byte"}
-TAKEN |= {"step", "temperature", "prompt", "completion"}
+RESERVED = {
+    "loss",
+    "perplexity",
+    "mean_token_accuracy",
+    "entropy",
+    "bits_per_byte",
+    "step",
+    "temperature",
+    "prompt",
+    "completion",
+}
 
 
 class Reward(NamedTuple):
     name: str  # as in the metric rewards/<name>/mean
     function: RewardFunction
-    timeout: float = REWARD_SECONDS  # per call
 
 
 def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--reward_funcs") -> list[Reward]:
@@ -73,7 +85,7 @@ def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--r
         except UserError as error:
             raise UserError(f"{flag} {spec}: {error}") from None
     names = [reward.name for reward in rewards]
-    for name in TAKEN.intersection(names):
+    for name in RESERVED.intersection(names):
         raise UserError(
             f"{flag}: a function called {name} would replace the {name} of evaluations: rename it"
         )
@@ -85,7 +97,7 @@ def load_rewards(specs: list[str] | None, device: torch.device, flag: str = "--r
 def _load(spec: str, device: torch.device) -> Reward:
     kind, _, argument = spec.partition(":")
     if kind == "exact_number":
-        return Reward("exact_number", functools.partial(exact_number, mark=argument))
+        return Reward("exact_number", exact_number(argument))
     if kind == "regex":
         return Reward("regex", regex(argument))
     if kind == "length":
@@ -115,7 +127,7 @@ def from_file(spec: str, timeout: float = REWARD_SECONDS) -> Any:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickle look up a class's module here
     load = functools.partial(module_spec.loader.exec_module, module)
-    must("importing it", load, timeout)
+    call_user_code("importing it", load, timeout)
     if not callable(getattr(module, name, None)):
         raise UserError(f"{path} has no function or class {name or 'named: expected file.py:name'}")
     return getattr(module, name)
@@ -125,7 +137,7 @@ def from_package(spec: str) -> Any:
     """The function named by "package.module.name". Raises UserError if it cannot be imported."""
     module_name, _, name = spec.rpartition(".")
     try:
-        module = must("importing it", importlib.import_module, REWARD_SECONDS, name=module_name)
+        module = call_user_code("importing it", importlib.import_module, REWARD_SECONDS, name=module_name)
     except UserError as error:
         package = spec.partition(".")[0]
         raise UserError(f"{error}; pip install {package}, or name a file: file.py:{name}") from None
@@ -134,18 +146,14 @@ def from_package(spec: str) -> Any:
     return getattr(module, name)
 
 
-def call(function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
+def call_user_code(what: str, function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
     """function(**arguments), awaited if necessary; the working directory is restored if the function changes
-    it. Raises whatever it raises, and TimeLimitReached after `timeout` seconds (0: no limit)."""
-    with contextlib.chdir("."), time_limit(timeout):
-        value = function(**arguments)
-        return asyncio.run(value) if inspect.isawaitable(value) else value
-
-
-def must(what: str, function: Callable[..., Any], timeout: float, /, **arguments: Any) -> Any:
-    """Like `call`, but any failure is a UserError that says what failed, how, and in which line."""
+    it. Raises UserError, which says what failed, how, and in which line, for whatever it raises, and after
+    `timeout` seconds (0: no limit)."""
     try:
-        return call(function, timeout, **arguments)
+        with contextlib.chdir("."), time_limit(timeout):
+            value = function(**arguments)
+            return asyncio.run(value) if inspect.isawaitable(value) else value
     except UserError:
         raise
     except TimeLimitReached:
@@ -168,26 +176,31 @@ def _line_of(error: BaseException) -> str:
 # --- ready-made ---------------------------------------------------------------------------------------------
 
 
-def exact_number(
-    prompts: list, completions: list[Completion], answer: list, mark: str = "", **columns: Any
-) -> list[float | None]:
+def exact_number(mark: str = "") -> RewardFunction:
     """1 if the completion's number equals the answer's, else 0. The number of a text is the one after its
     last "####", "Answer:" or "\\boxed{", else its last one; 1,000 equals 1000.0. None if the answer, from its
     last mark on, is not one number: a fraction, a formula, a list.
 
     mark: in a completion only a number after it counts ("Answer:").
     """
-    scores = []
-    for completion, truth in zip(completions, answer, strict=True):
-        ends = [str(truth).rpartition(each)[2] for each in MARKS]  # the whole answer for a mark it lacks
-        end = _plain(min(ends, key=len))  # from the last mark on
-        right = None
-        if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end):
-            right = final_number(end)
-        text = _plain(text_of(completion))
-        number = number_after(text, mark) if mark else final_number(text)
-        scores.append(None if right is None else float(number == right))
-    return scores
+
+    def reward(
+        prompts: list, completions: list[Completion], answer: list, **columns: Any
+    ) -> list[float | None]:
+        scores = []
+        for completion, truth in zip(completions, answer, strict=True):
+            # What stands after the last mark of any kind is the shortest of these; without a mark, all of it.
+            ends = [str(truth).rpartition(each)[2] for each in MARKS]
+            end = _plain(min(ends, key=len))
+            right = None
+            if len(NUMBER.findall(end)) == 1 and not FORMULA.search(end):
+                right = final_number(end)
+            text = _plain(text_of(completion))
+            number = number_after(text, mark) if mark else final_number(text)
+            scores.append(None if right is None else float(number == right))
+        return scores
+
+    return reward
 
 
 def _plain(text: str) -> str:
@@ -259,7 +272,7 @@ def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
     if not rewards:
         return
     columns = column_names(rows)
-    for name in GIVEN:
+    for name in ALWAYS_GIVEN:
         if name in columns:
             raise UserError(
                 f"the rows have a column {name}, but every reward gets an argument of this name: --columns its_{name}={name}"
@@ -272,7 +285,7 @@ def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
             continue
         names = set()
         needed = set()
-        not_taken = {*GIVEN, *columns}
+        not_taken = {*ALWAYS_GIVEN, *columns}
         for p in parameters:
             if p.kind == p.VAR_KEYWORD:
                 not_taken = set()
@@ -280,7 +293,7 @@ def check_columns(rewards: list[Reward], rows: list[dict[str, Any]]) -> None:
                 names.add(p.name)
                 if p.default is p.empty:
                     needed.add(p.name)
-        for name in sorted(needed.difference(GIVEN, columns)):
+        for name in sorted(needed.difference(ALWAYS_GIVEN, columns)):
             alike = difflib.get_close_matches(name, sorted(set(columns) - names), 1, 0.0)
             way = f": --columns {name}={alike[0]}" if alike else ""
             raise UserError(f"reward function {reward.name} needs a column {name}; {there}{way}")
@@ -328,7 +341,7 @@ def _score(reward: Reward, prompts: list[Any], given: dict[str, Any]) -> list[fl
     trained on."""
     where = f"reward function {reward.name}"
     try:
-        values = must(where, reward.function, reward.timeout, **given)
+        values = call_user_code(where, reward.function, REWARD_SECONDS, **given)
     except UserError as error:
         raise OutsideError(
             f"{error}; it was given {', '.join(given)}; first prompt: {quoted(prompts[0])}"
@@ -361,7 +374,7 @@ def score_by_name(
     named = dict(zip([reward.name for reward in rewards], scores, strict=True))
     if rewards and weights is not None:
         table = np.array(scores, np.float32)  # None becomes NaN
-        table = torch.tensor(table.T.tolist())  # (completions, functions)
+        table = torch.from_numpy(table.T)  # (completions, functions)
         total = combine_rewards(table, torch.tensor(weights)).tolist()
         named["reward"] = [None if math.isnan(value) else value for value in total]
     return named
@@ -384,7 +397,10 @@ def load_reward_model(name: str, device: torch.device) -> Callable[..., list[flo
         load = AutoModelForSequenceClassification.from_pretrained
         model, info = load(name, num_labels=1, trust_remote_code=False, output_loading_info=True)
         # An adapter's missing keys say nothing of the head: it has to be its own, or its base's.
-        outside = [name for name, _ in model.named_modules() if not name.startswith(model.base_model_prefix)]
+        outside = []
+        for module_name, _ in model.named_modules():
+            if not module_name.startswith(model.base_model_prefix):
+                outside.append(module_name)
         has_own_head = "modules_to_save" in str(outside)
         base_has_head = "SequenceClassification" in str(model.config.architectures)
         is_adapter = hasattr(model, "peft_config")

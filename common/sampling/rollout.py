@@ -66,7 +66,7 @@ class RolloutSchedule:
 
     def plan(self) -> dict[str, Any]:
         """Like Windows.plan, with prompts as examples."""
-        tokens_of_a_completion = self.train.lengths.mean() + self._max_completion_length
+        tokens_of_a_completion = self.train.sizes.mean() + self._max_completion_length
         return {
             "steps": len(self),
             "examples_per_step": self.num_prompts / self.updates_per_rollout,

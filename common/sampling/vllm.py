@@ -69,8 +69,10 @@ PLAIN = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "ignore_eos": True,
+    "logprobs": 0,
+    "return_token_ids": True,
+    "skip_special_tokens": False,
 }
-PLAIN |= {"logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # servers are on a private network
 
 
@@ -157,10 +159,8 @@ class RolloutServers:
             )
         name = lm.config._name_or_path or "MODEL"
         self.start_hint = (
-            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000"
-        )
-        self.start_hint += (
-            f" --max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
+            f"start it with: VLLM_SERVER_DEV_MODE=1 vllm serve {name} --host 127.0.0.1 --port 8000 "
+            f"--max-model-len {longest} --generation-config vllm --logprobs-mode {self.modes[0]}"
         )
         self.urls = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.failed = {}  # {url: why} of those that are left out, until the next push
@@ -226,7 +226,7 @@ class RolloutServers:
         self.failed = on_main_process(self.accelerator, lambda: self._failures(answers, ours))
         for url, reason in self.failed.items():
             say(f"{url} is left out: {reason}")
-        self._servers_left()
+        self._servers_left()  # raises if there is none
 
     def _failures(self, answers: dict[str, Sampled | str], ours: dict[str, np.ndarray]) -> dict[str, str]:
         """{url: why} of the servers that are left out. ours: the model's log-probabilities of the answers."""
@@ -364,9 +364,10 @@ class RolloutServers:
             self._leave_out(url, str(fault))
 
     def _leave_out(self, url: str, reason: str) -> None:
-        # several threads may fail at once: only the first one says so
-        is_new = self.failed.setdefault(url, reason) is reason
-        if is_new and len(self.failed) < len(self.urls):
+        if url in self.failed:  # said by another thread
+            return
+        self.failed[url] = reason
+        if len(self.failed) < len(self.urls):
             say(f"{url} has failed ({reason}): the others sample its completions, with the same seeds")
 
     def _servers_left(self) -> list[str]:

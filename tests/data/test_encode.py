@@ -163,7 +163,6 @@ def test_a_field_added_later_belongs_to_every_sequence(tmp_path):
     assert [[sequence["ref_logps"] for sequence in train.data[i]] for i in range(6)] == [
         [i, i + 0.5] for i in range(6)
     ]
-    assert [[s["ref_logps"] for s in train.data.of_source(1)[i]] for i in range(2)] == [[4, 4.5], [5, 5.5]]
     assert all("ref_logps" in sequence and "score" in sequence for sequence in packed[0])
 
 
@@ -235,13 +234,13 @@ def test_examples_may_have_any_number_of_sequences(tmp_path):
     assert [len(train.examples[i]) for i in range(40)] == [i % 4 + 1 for i in range(40)]
     assert all(one["input_ids"].tolist() == list(range(10)) for i in range(40) for one in train.examples[i])
     # of ten tokens nine are shared: a row holds 10, 11, 12 or 13
-    assert train.examples.lengths.tolist() == [10, 11, 12, 13] * 10
+    assert train.examples.sizes.tolist() == [10, 11, 12, 13] * 10
     packed = pack(train, 30)
-    assert sum(len(packed[p]) for p in range(len(packed))) == 100 and packed.examples.lengths.max() <= 30
+    assert sum(len(packed[p]) for p in range(len(packed))) == 100 and packed.examples.sizes.max() <= 30
     window = Windows(CommonArgs(per_device_train_batch_size=4, max_steps=1), alone(), train)[0]
     assert window.num_sequences == sum(len(example) for example in window.examples)
-    with pytest.raises(UserError, match="not 2 sequences each"):
-        Windows(CommonArgs(max_steps=1), alone(), train, indivisible=2)
+    with pytest.raises(UserError, match="an example of [13] sequences: this script needs 2 each"):
+        Windows(CommonArgs(max_steps=1), alone(), train, indivisible=2)[0]
 
 
 @pytest.mark.parametrize("num_proc", [1, 2])
@@ -289,6 +288,12 @@ def test_sequences_of_a_script_are_checked_alike(changes):
     examples = [[whole(np.arange(3)) | change] for change in changes]
     with pytest.raises(UserError, match="x|loss_mask"):
         Window(alone(), examples, [[0, 1]])
+
+
+def test_a_script_may_make_sequences_of_lists():
+    examples = [[{"input_ids": list(range(12)), "loss_mask": [0] * 10 + [1, 1]}] for _ in range(2)]
+    (batch,) = Window(alone(), examples, [[0, 1]])
+    assert batch["input_ids"].tolist() == [[*range(12), 10, 11]]  # the second one's start is the first one's
 
 
 def test_tensors_and_masks_of_floats_are_taken():

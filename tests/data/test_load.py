@@ -83,6 +83,14 @@ def test_what_is_lost_of_rows_is_said(tmp_path, tokenizer, capsys, monkeypatch, 
         assert (note in capsys.readouterr().out) == (said or streaming)
 
 
+def test_a_column_that_is_said_to_be_unused_needs_no_note(tmp_path, tokenizer, capsys):
+    name = jsonl(tmp_path / "a.jsonl", [{"messages": [U, A], "label": True}] * 4)
+    args = arguments(tmp_path, name, columns=["unused=label"])
+    train, _ = load_data(args, alone(), one_chat, tokenizer)
+    assert len(train) == 4 and train.data.facts()[0]["noted"] == {}
+    assert "not read" not in capsys.readouterr().out
+
+
 def test_prompts_that_go_another_way_are_noted(tmp_path, tokenizer, capsys):
     def encode(row, tokenizer, args):
         return tokenize_row(as_prompt(row), tokenizer)
@@ -112,7 +120,7 @@ def test_packing_keeps_kind_data_and_order(tmp_path, tokenizer, settings, monkey
         and packed.sources == train.sources
     )
     assert sorted(part for example in ids(packed, len(packed.examples)) for part in example) == plain
-    assert packed.data.lengths.tolist() == train.data.lengths.tolist() and len(packed.examples) < 40
+    assert packed.data.sizes.tolist() == train.data.sizes.tolist() and len(packed.examples) < 40
     assert ids(train, 60) != ids(packed, 30)  # what was packed is as it was
 
 
@@ -159,7 +167,7 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
         {"answer0", "answer1"} < row.keys() and (row["answer0"] is None) != (row["answer1"] is None)
         for row in prompts.rows
     )
-    assert prompts.longest == 7 and prompts.lengths.tolist() == [len(row["prompt"]) for row in prompts.rows]
+    assert prompts.longest == 7 and prompts.sizes.tolist() == [len(row["prompt"]) for row in prompts.rows]
     assert prompts.facts()[0]["examples"] == len(prompts) and [
         source.label for source in prompts.sources
     ] == ["a"]
@@ -220,4 +228,4 @@ def test_held_out_rows_keep_their_order(tmp_path, tokenizer):
     _, held_out = load_data(args, alone(), documents, tokenizer)
     wanted = tokenize_documents([f"row {i} " * (i % 5 + 1) for i in range(5)], tokenizer)
     assert ids(held_out, 5) == [[document.tolist()] for document in wanted]
-    assert held_out.lengths.tolist() == [len(document) for document in wanted]
+    assert held_out.sizes.tolist() == [len(document) for document in wanted]

@@ -309,6 +309,7 @@ def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, options
     old = in_windows(stream(tokenizer, *sources), 0, before, **options)
     examples = [len(old[step].examples) for step in range(10)]
     new = in_windows(stream(tokenizer, *sources), 0, after, **options)
+    new.plan()  # as it is printed before the run resumes
     new.restore(10, json.loads(json.dumps(old.state(10))))
     at = sum(examples)
     assert new.start(10) == at

@@ -16,7 +16,7 @@ from common.model.load import compile_layers
 from common.model.varlen import Ragged
 from common.model.wrap import wrap
 from common.run.parts.mfu import peak_flops
-from common.sampling.generate import FlatDecoder, SamplingMethod, at_once, generating
+from common.sampling.generate import FlatDecoder, SamplingMethod, default_batch_size, generating
 from common.sampling.kv_cache import CACHED
 import numpy as np
 import pytest
@@ -133,9 +133,9 @@ def test_a_gpu_samples_as_many_as_fit(free, tokens, wanted, monkeypatch):
     embedding = SimpleNamespace(weight=weight)
     lm = SimpleNamespace(config=config, device=CUDA, get_input_embeddings=lambda: embedding)
     model, method = SimpleNamespace(lm=lm), SamplingMethod(FlatDecoder, CACHED)
-    assert at_once(model, method, tokens) in wanted
+    assert default_batch_size(model, method, tokens) in wanted
     lm.config = transformers.Gemma4TextConfig()  # whose layers have heads of two sizes
-    assert at_once(model, method, tokens) >= 128
+    assert default_batch_size(model, method, tokens) >= 128
 
 
 def test_repeated_heads_give_the_attention_of_shared_ones(monkeypatch):

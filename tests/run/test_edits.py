@@ -138,7 +138,7 @@ def test_random_numbers_of_any_library_are_those_of_the_step(script, launch):
 
 def test_a_gradient_of_0_is_said(script, launch, capsys):
     """After five steps in a row; the run goes on, as in GRPO, where all rewards may be equal for a while."""
-    script(("nll_weights=mask / N)", "nll_weights=0 * mask / N)"))
+    script(("weights = mask / N", "weights = 0 * mask / N"))
     launch("sft", *SFT, "--max_steps", "7")
     assert capsys.readouterr().out.count("step 5: the gradient was exactly 0 in 5 steps in a row") == 1
 

@@ -187,6 +187,15 @@ def test_an_untied_head_is_saved_beside_the_embedding(launch, sharded, words, tm
         assert not torch.equal(b["lm_head.weight"], b["model.embed_tokens.weight"])
 
 
+def test_a_reference_without_adapter_scores_pairs_in_step(launch, sharded, words):
+    """Each pass gathers the weights: as many on each process, though 17 pairs fill 2 and 1 batches."""
+    lora = "--use_peft --lora_r 4 --precompute_ref_log_probs true --max_train_samples 17".split()
+    lora += ["--per_device_eval_batch_size", "8"]
+    one = launch("dpo", *words("dpo"), *lora, "--per_device_train_batch_size", "8", output="one")
+    two = sharded("dpo", *words("dpo"), *lora)
+    assert_same(losses(one), losses(two), norm_tolerance=1e-4)
+
+
 @pytest.mark.parametrize("merge", [False, True])
 def test_lora_adapters_are_those_of_one_process(merge, launch, sharded, words):
     lora = [*"--use_peft --lora_r 4 --merge_lora".split(), str(merge)]

@@ -69,7 +69,7 @@ def test_a_dry_run_does_not_touch_a_run_that_is_there(launch, capsys):
 
 def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     some = write_chats(tmp_path / "some.jsonl", CHATS)
-    words = [*STAGES["sft"], "--dataset_name", some, *"data/sft --dataset_weights 1 3 --packing".split()]
+    words = [*STAGES["sft"], "--dataset_name", some, *"data/sft --dataset_weights 0.1 0.3 --packing".split()]
     output = launch(
         "sft", *words, "--max_length", "128", "--max_steps", "2", "--per_device_train_batch_size", "2"
     )
@@ -86,7 +86,7 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
         "no assistant turn": {"count": 1, "first": [f"{some}:3"]},
     }
     assert (second["source"], second["rows"], second["examples"], second["dropped"]) == ("sft", 40, 40, {})
-    assert [found["share"] for found in facts["sources"]] == [0.25, 0.75]
+    assert [found["share"] for found in facts["sources"]] == pytest.approx([0.25, 0.75])
     assert 0 < first["trained_tokens"] < first["tokens"]
     packing, lengths = facts["packing"], facts["lengths"]
     tokens = first["tokens"] + second["tokens"]

@@ -11,7 +11,7 @@ import warnings
 import weakref
 
 from common.model.wrap import wrap
-from common.sampling.cuda_graph import StepGraph, shared, waiting_is_an_error
+from common.sampling.cuda_graph import StepGraph, shared, synchronising_is_an_error
 from common.sampling.generate import FlatDecoder, generating
 import numpy as np
 import pytest
@@ -170,7 +170,7 @@ def test_torch_does_not_warn_of_its_mode(monkeypatch, recwarn):
 
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with waiting_is_an_error():
+    with synchronising_is_an_error():
         warnings.warn("another", stacklevel=1)
     assert [str(each.message) for each in recwarn][0] == "another"
 

@@ -119,6 +119,8 @@ def test_exact_number_reads_gsm8k_and_plain_answers():
 def test_exact_number_reads_after_its_mark():
     completions = ["Answer: 7", "It is 7.", "7. Answer: 8", "Answer: 8. No. Answer: 7"]
     assert run("exact_number:Answer:", completions, answer=["7"] * 4) == [1, 0, 0, 1]
+    # a column of that name is a column
+    assert run("exact_number:Answer:", completions[:1], answer=["7"], mark=[90]) == [1]
 
 
 # --- regex and length ---------------------------------------------------------------------------------------
@@ -266,11 +268,12 @@ def test_a_misbehaving_function_is_one_line(tmp_path, kind, body, says):
     ],
     ids=["regex", "that catches an exception"],
 )
-def test_a_function_without_end_is_ended(tmp_path, body):
+def test_a_function_without_end_is_ended(tmp_path, body, monkeypatch):
     source = f"def my_reward(completions, **columns): {body}"
     (reward,) = load_rewards([user_file(tmp_path, source)], CPU)
+    monkeypatch.setattr("common.sampling.rewards.REWARD_SECONDS", 0.3)
     with pytest.raises(UserError, match="my_reward took more than 0.3 s.*What is 1"):
-        score([reward._replace(timeout=0.3)], [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
+        score([reward], [{"prompt": "What is 1+1?"}] * 2, ["a", "b"], [[1], [2]])
 
 
 def test_a_users_file_may_define_dataclasses(tmp_path):

@@ -98,7 +98,7 @@ FIELDS = {
         "    return [sequence | {'token_weight': fades, 'score': row['score'], 'weight': row['weight']}]\n",
     ),
     "count": ('window.total("loss_mask")', 'window.total("loss_mask", "token_weight")'),
-    "loss": ("nll_weights=mask / N)", 'nll_weights=batch["token_weight"] * mask / N)'),
+    "loss": ("weights = mask / N", 'weights = batch["token_weight"] * mask / N'),
     "logged": (
         "            run.metrics.add(mask, loss=-out.logps,",
         "            run.metrics.add_sum(weighted=loss)\n"
@@ -189,9 +189,9 @@ HEAD = {
         '    model.extra["value"] = torch.nn.Linear(model.config.hidden_size, 1)\n    optimizer = make_optimizer(args, model)\n',
     ),
     "loss": (
-        "                    out = model(batch, nll_weights=mask / N)\n"
-        "                    loss = out.nll  # -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
-        '                    out = model(batch, nll_weights=mask / N, extra=["value"])\n'
+        "                    out = model(batch, nll_weights=weights)\n"
+        "                    loss = out.nll  # the sum -Σ_t m_t/N · log p(token_t)   <- the algorithm\n",
+        '                    out = model(batch, nll_weights=weights, extra=["value"])\n'
         '                    left = torch.tanh(0.1 * batch["position_ids"][0])\n'
         '                    error = (out.extra["value"][:, 0] - left) ** 2\n'
         "                    loss = out.nll + (error * mask).sum() / N\n",

@@ -98,7 +98,7 @@ lr_scheduler: cosine
 learning_rate: 2e-4
 bf16: auto
 evals_per_epoch: 4
-val_set_size: 0.05
+val_set_size: 5e-2
 wandb_project:
 special_tokens:
   pad_token: <|end_of_text|>

@@ -548,7 +548,7 @@ def test_the_page_draws_verdicts_diffs_curves_and_prompts(fake, tmp_path):
 def test_a_trial_of_real_runs(tmp_path):
     copy = ROOT / "train_sft.py"
     mine = tmp_path / "train_mine.py"
-    mine.write_text(copy.read_text().replace("nll_weights=mask / N", "nll_weights=0 * mask / N"))
+    mine.write_text(copy.read_text().replace("weights = mask / N", "weights = 0 * mask / N"))
     words = "--config data/configs/sft.yaml --model_name_or_path data/base_model --max_train_samples 20 --max_steps 3".split()
     words += "--eval_max_new_tokens 4 --max_eval_samples 8 --num_samples 0 --save_steps 0".split()
     command = [

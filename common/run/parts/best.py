@@ -38,6 +38,8 @@ class Best:
         self.step: int | None = None  # of the best evaluation
         self.values: dict[str, float] = {}  # all its metrics
         self._mark: float | None = None  # the value that an improvement by delta is measured from
+        self._measured: dict[str, float] = {}  # by both kinds of evaluations of the last step that had one
+        self._measured_at = -1  # that step
         self._waited = 0  # evaluations since the last improvement that counts
         self._before = (self.value, self.step, self.values)  # of the best evaluation before that
 
@@ -46,6 +48,12 @@ class Best:
         the suite's evaluations count, which have steps of their own; for any other one only the others. The
         values, and so the decisions, are the same on every process."""
         values = {_full(name): value for name, value in values.items()}
+        if step != self._measured_at:
+            self._measured_at = step
+            self._measured = {}
+        self._measured = self._measured | values
+        if step == self.step:  # the other evaluation of the best step
+            self.values = self._measured
         is_of_suite = any(name.startswith(SUITE) for name in values)
         if self.name.startswith(SUITE) != is_of_suite:
             return False
@@ -61,7 +69,7 @@ class Best:
         is_best = self.value is None or self.sign * (value - self.value) > 0
         if is_best:
             self._before = (self.value, self.step, self.values)
-            self.value, self.step, self.values = value, step, values
+            self.value, self.step, self.values = value, step, self._measured
         gain = math.inf if self._mark is None else self.sign * (value - self._mark)
         if gain > 0 and gain >= self.delta:
             self._mark, self._waited = value, 0

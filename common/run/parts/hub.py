@@ -40,10 +40,11 @@ those of the training data and of the base model.
 # --- the card -----------------------------------------------------------------------------------------------
 
 
-def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
+def write_card(args: CommonArgs, stage: str, best_step: int | None) -> None:
     """Write README.md of the output folder, unless it holds one without the mark of a run.
 
-    best_step: the step of the checkpoint that is exported, if it is not the last one.
+    stage: the script's name without "train_". best_step: the step of the checkpoint that is exported, if it is not the
+    last one.
     """
     from huggingface_hub import ModelCardData
 
@@ -52,7 +53,6 @@ def write_card(args: CommonArgs, script: str, best_step: int | None) -> None:
     if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
         say(f"{card} is your own: it stays as it is, and no model card is written")
         return
-    stage = Path(script).stem.removeprefix("train_")
     base = None
     link = "a local model, or from random weights"
     if is_on_hub(str(args.model_name_or_path), "model"):

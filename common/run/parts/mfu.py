@@ -5,7 +5,7 @@ import re
 from accelerate import Accelerator
 from common.collators import Windows
 from common.model.experts import idle_parameters
-from common.model.flat_model import FlatModel, base_lm, routes_tokens, size_of_all_layers, sizes
+from common.model.flat_model import FlatModel, base_lm, size_of_all_layers, sizes
 from common.model.lm_head import weight_of
 from common.sampling import RolloutSchedule
 import numpy as np
@@ -29,13 +29,6 @@ PEAK_FLOPS = {
     ("4090",): 165e12,
     ("3090",): 71e12,
 }
-
-
-def mfu_of_run(
-    model: FlatModel, windows: Windows | RolloutSchedule, accelerator: Accelerator
-) -> float | None:
-    """`mfu_per_token` for the lengths of the sequences that a run trains on."""
-    return mfu_per_token(model, typical_length(windows), accelerator)
 
 
 def mfu_per_token(model: FlatModel, T: float, accelerator: Accelerator) -> float | None:
@@ -80,8 +73,7 @@ def flops_per_token(model: FlatModel, T: float) -> float:
     embedding = weight_of(lm.get_input_embeddings())
     if embedding is not weight_of(lm.get_output_embeddings()):
         N -= embedding.numel()
-    if routes_tokens(model.lm):
-        N -= idle_parameters(lm)
+    N -= idle_parameters(lm)
     heads = size_of_all_layers(config, "num_attention_heads")
     hidden = size_of_all_layers(config, "hidden_size")
     # A state-space model has no heads.

@@ -31,7 +31,7 @@ from common.evaluate import Completed, complete
 from common.model import FlatModel
 from common.model.flat_model import check_positions
 from common.processes import on_main_process
-from common.sampling.rewards import REWARD_SECONDS, Reward, final_number, load_rewards, must, score
+from common.sampling.rewards import REWARD_SECONDS, Reward, call_user_code, final_number, load_rewards, score
 import torch
 
 ALL = "all"  # the group of all cases
@@ -59,7 +59,8 @@ def _whole(value: Any) -> int:
     return value
 
 
-# (value, answer) -> whether the answer passes
+# (value, answer) -> whether the answer passes. `_case` calls each once with an empty answer: it raises an error for a
+# value that it cannot read.
 CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
     "equals": lambda texts, answer: answer.text.strip() in [text.strip() for text in _texts(texts)],
     "contains": lambda texts, answer: all(text in answer.text for text in _texts(texts)),
@@ -67,7 +68,9 @@ CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
     "regex": lambda pattern, answer: re.search(pattern, answer.text, re.DOTALL) is not None,
     "number": lambda number, answer: final_number(answer.text) == float(number),
     "max_tokens": lambda most, answer: _whole(most) > 0 and answer.finished,
-    "reward": lambda spec, answer: bool(_texts([spec])),  # see Suite._judge
+    "reward": lambda spec, answer: bool(
+        _texts([spec])
+    ),  # only whether it is a text: Suite._judge calls the reward
 }
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 
@@ -144,7 +147,9 @@ class Suite:
         def judge() -> list[str]:
             reasons = []
             for case, answer in zip(self.cases, answers, strict=True):
-                reasons.append(must(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer))
+                reasons.append(
+                    call_user_code(case.where, self._judge, REWARD_SECONDS, case=case, answer=answer)
+                )
             return reasons
 
         reasons = on_main_process(accelerator, judge)

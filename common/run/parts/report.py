@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Any
 
-from common.args import CommonArgs, defaults, first_definition
+from common.args import ARGUMENT_GROUPS, CommonArgs, defaults, first_definition
 from common.errors import quoted, say
 from common.files import replace_text
 from common.run.folder import is_held, read_args, read_json
@@ -39,7 +39,7 @@ SCRIPTS = (
     "page",
 )
 SECONDS = 20  # between two pages, if nothing was evaluated
-SHARE = 50  # least time to the next page, in times what the last one took to write
+PAUSE_FACTOR = 50  # no new page for 50 t seconds after one that took t to write: 2 % of the time at most
 POINTS = 800  # of a curve
 NUMBERS = 145_000  # in all curves of a page, about ten bytes each
 # The most that is shown:
@@ -97,14 +97,16 @@ class Report:
     def on_log(self, step: int, values: Row) -> None:
         """Write the page after an evaluation, and now and then; never for more than a small share of the
         time."""
-        pause = SHARE * self.took
+        pause = PAUSE_FACTOR * self.took
         if not any(name.startswith("eval_") for name in values):
             pause = max(pause, SECONDS)
         if time.monotonic() - self.written >= pause:
-            self.close()
+            self.write()
 
     def close(self) -> None:
-        """Write the page in any case."""
+        self.write()
+
+    def write(self) -> None:
         start = time.monotonic()
         try:
             if is_held(self.folder):
@@ -536,7 +538,7 @@ def settings_of(settings: Row, start: Row) -> list[Row]:
     shared = defaults(CommonArgs)
     changed = start.get("changed", settings)
     table = {"This script": []}
-    for group in CommonArgs.__mro__[-2:0:-1]:
+    for group in ARGUMENT_GROUPS:
         table[str(group.__doc__)] = []
     for name, value in settings.items():
         title = "This script"

@@ -44,7 +44,7 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
         is_best = best.update(step, {"eval_loss": value})
         found.append((best.step, is_best, best.stops(step)))
         (tmp_path / f"checkpoint-{step}").mkdir()
-        own = {"_before": 0, "output_dir": ""}
+        own = {"_before": 0, "output_dir": "", "_measured": {}, "_measured_at": 0}
         for folder, left in ((tmp_path, best.step), (tmp_path / "another", None)):
             again = best_by("eval_loss", patience=3, delta=0.1, output_dir=str(folder))
             again.restore(0, json.loads(json.dumps(best.state(0))))
@@ -81,5 +81,13 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
         before = metric.step
         assert not metric.update(60, {"eval_regression/all": 0.9} if metric is best else {"eval_loss": 0.1})
         assert metric.step == before
+    # both kinds at the best step are of the model that is exported
+    for values in ({"eval_regression/all": 0.5}, {"eval_loss": 0.1}):
+        of_suite.update(70, values)
+    assert of_suite.of_exported({"step": 90, "eval_loss": 9}) == {
+        "step": 90,
+        "eval_regression/all": 0.5,
+        "eval_loss": 0.1,
+    }
     with pytest.raises(UserError, match="gives eval_a, eval_b"):
         best.update(0, {"eval_b": 1, "eval_a": 2})

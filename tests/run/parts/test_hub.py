@@ -79,7 +79,7 @@ def args_of(tmp_path, *words, module=train_sft, stage="sft"):
 
 def card_of(tmp_path, *words, best_step=None, **more):
     """The card of a run in tmp_path with these flags, and with the facts that lie there."""
-    write_card(args_of(tmp_path, *words, **more), f"train_{more.get('stage', 'sft')}.py", best_step)
+    write_card(args_of(tmp_path, *words, **more), more.get("stage", "sft"), best_step)
     return (tmp_path / "README.md").read_text()
 
 

@@ -258,8 +258,10 @@ def test_suites_are_compared_case_by_case(tmp_path):
     write_report([tmp_path / "one", tmp_path / "two"], tmp_path / "both.html")
     shown = data_of((tmp_path / "both.html").read_text())
     second = {rate["name"]: rate["runs"][1] for rate in shown["compared"]["rates"]}
-    assert second["suite: easy"]["test"] == "McNemar, exact" and second["suite: easy"]["p"] == 2 / 2**7
-    assert second["suite: hard"]["p"] == 1 and "p" not in second["suite: edited"]
+    assert (
+        second["regression/easy"]["test"] == "McNemar, exact" and second["regression/easy"]["p"] == 2 / 2**7
+    )
+    assert second["regression/hard"]["p"] == 1 and "p" not in second["regression/edited"]
 
 
 def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
