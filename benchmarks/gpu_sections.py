@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.args import CommonArgs  # noqa: E402
 from common.collators import flat_batch  # noqa: E402
-from common.data import whole  # noqa: E402
+from common.data import all_trained  # noqa: E402
 from common.losses import grpo_loss  # noqa: E402
 from common.memory import empty_caches  # noqa: E402
 from common.model import FlatModel, make_optimizer  # noqa: E402
@@ -283,7 +283,7 @@ def trainer(
             if how == "transformers":
                 loss = model(input_ids=padded, labels=padded, use_cache=False).loss
             else:
-                batch = flat_batch([[whole(row)] for row in ids], bench.device)
+                batch = flat_batch([[all_trained(row)] for row in ids], bench.device)
                 loss = model(batch, nll_weights=batch["loss_mask"] / (rows * (T - 1))).nll
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

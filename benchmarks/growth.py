@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from common.args import CommonArgs  # noqa: E402
 from common.collators import flat_batch  # noqa: E402
-from common.data import whole  # noqa: E402
+from common.data import all_trained  # noqa: E402
 from common.losses import grpo_loss, segment_ids  # noqa: E402
 from common.model import FlatModel, create_model, make_optimizer  # noqa: E402
 from common.run.dry_run import Live, nbytes  # noqa: E402
@@ -57,7 +57,7 @@ class Step:
 
     def row(self, lengths: list[int], seed: int = 0) -> dict[str, Any]:
         draw = np.random.default_rng(seed)
-        return flat_batch([[whole(draw.integers(2, self.V, size=n))] for n in lengths], self.device)
+        return flat_batch([[all_trained(draw.integers(2, self.V, size=n))] for n in lengths], self.device)
 
     def train(self, batch: dict[str, Any]) -> None:
         """A step of pretraining and SFT."""

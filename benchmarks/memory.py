@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.data import whole
+from common.data import all_trained
 from common.model import make_optimizer
 from common.model.attention import FLAT, register
 from common.model.flat_model import FlatModel, base_lm
@@ -116,7 +116,7 @@ def peak(model: FlatModel, lengths: list[int], optim: str, device: torch.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     optimizer = make_optimizer(CommonArgs(optim=optim), model)
-    batch = flat_batch([[whole(np.arange(n))] for n in lengths], device)
+    batch = flat_batch([[all_trained(np.arange(n))] for n in lengths], device)
     for step in range(4):
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(batch, nll_weights=batch["loss_mask"]).nll

@@ -46,16 +46,7 @@ def quoted(value: Any, limit: int = 120, form: Any = repr) -> str:
     return text if len(text) <= limit else f"{text[:limit]}…"
 
 
-# safetensors, tokenizers and torch have their own exceptions for a full disk.
-_DISK = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
-
-
-def is_of_the_disk(error: Exception) -> bool:
-    """Whether an error of any class means that something could not be written or read."""
-    return isinstance(error, OSError) or bool(_DISK.search(str(error)))
-
-
-def hidden(text: str) -> str:
+def without_secrets(text: str) -> str:
     for secret in SECRETS:
         text = text.replace(secret, "(secret)")
     return text
@@ -69,7 +60,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u20
 def printable(text: str) -> str:
     """Text from data, models or file names made safe for a terminal: control characters are escaped, secrets
     removed."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), hidden(text))
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), without_secrets(text))
 
 
 def is_first() -> bool:

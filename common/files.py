@@ -1,6 +1,7 @@
 """Files: hashed, flushed to disk, replaced whole, read line by line; what a finished folder holds; and which code
 is loaded."""
 
+import ast
 from collections.abc import Iterator
 import contextlib
 import gzip
@@ -8,13 +9,16 @@ import hashlib
 import json
 import os
 from pathlib import Path
+import re
 import shutil
 import sys
 import sysconfig
 from typing import Any, BinaryIO
 
-from common.errors import UserError, is_of_the_disk
+from common.errors import UserError
 
+# In messages of safetensors, tokenizers and torch, which have exceptions of their own for a full disk.
+DISK = re.compile(r"os error \d|\[Errno \d+\]|No space left|enforce fail at inline_container")
 # Not the user's code, wherever they lie: an editable installation is in no site-packages.
 LIBRARIES = {"torch", "transformers", "accelerate", "tokenizers", "safetensors", "datasets", "peft", "numpy"}
 
@@ -74,7 +78,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not is_of_the_disk(error):
+        if not isinstance(error, OSError) and not DISK.search(str(error)):
             raise
         raise UserError(
             f"{folder} cannot be written ({error}); once it can be, the same command resumes the run"
@@ -95,6 +99,12 @@ def write_manifest(folder: Path) -> None:
     manifest.write_text(json.dumps({"files": files}, indent=1))
     flush(manifest)
     flush(folder)
+
+
+def code_hash(path: Path) -> str:
+    """The hash of Python code without its comments and layout. Raises SyntaxError and ValueError for other files."""
+    code = ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+    return hashlib.sha256(code.encode()).hexdigest()
 
 
 def find_damage(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ from common.collators import Window, Windows, eval_batches, flat_batch, sizes_in
 from common.data import sharing
 from common.data.encode import check_sequence
 from common.data.order import Order, Shuffled
-from common.data.types import whole
+from common.data.types import all_trained
 from common.errors import UserError
 from common.losses import segment_sum
 from hypothesis import given, settings
@@ -77,7 +77,7 @@ def test_each_example_comes_once_on_any_processes(N, world, accumulation, batch_
 def test_a_field_of_whole_numbers_arrives_as_it_is():
     """A row's id of 63 bits is no float64."""
     number = 2**53 + 1
-    example = [whole(np.arange(3)) | {"row": np.int64(number)}]
+    example = [all_trained(np.arange(3)) | {"row": np.int64(number)}]
     assert flat_batch([example], torch.device("cpu"))["row"].tolist() == [number]
     filler = flat_batch([example], torch.device("cpu"), weight=0.0)
     assert filler["row"].tolist() == [0] and filler["loss_mask"].tolist() == [0, 0, 0]
@@ -96,7 +96,7 @@ def test_denominators_are_those_of_all_processes():
 
 @pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2, 5])
 def test_fields_out_of_memory_are_computed_in_parts(most):
-    examples = [[whole(np.arange(n) + 100 * n)] for n in (4, 6, 3, 9, 5)]
+    examples = [[all_trained(np.arange(n) + 100 * n)] for n in (4, 6, 3, 9, 5)]
     accelerator = process()
     accelerator.distributed_type = None
     window, sizes = Window(accelerator, examples, [[0, 1, 2], [3, 4]]), []
@@ -203,7 +203,7 @@ def flat_parts(step, lengths):
 
 @given(st.integers(0, 30), FEW, FEW)
 def test_evaluation_sees_each_example_once(N, world, batch_size):
-    examples = [[whole(np.full(3, i))] for i in range(N)]
+    examples = [[all_trained(np.full(3, i))] for i in range(N)]
     parts = [
         [members(batch) for batch in eval_batches(examples, process(rank, world), batch_size)]
         for rank in range(world)
@@ -336,7 +336,7 @@ def test_fields_sum_to_totals_however_windows_split(random):
 @pytest.mark.parametrize("weight", [1.0, 0.0])
 def test_booleans_stay_booleans(weight):
     """`mask * ~batch["skip"]` and `logps[batch["trained"]]` mean what they say; a filler has none."""
-    sequence = whole(np.arange(3)) | {"skip": np.array([False, True, True]), "is_code": True}
+    sequence = all_trained(np.arange(3)) | {"skip": np.array([False, True, True]), "is_code": True}
     batch = flat_batch([[check_sequence(sequence)]], CPU, weight)
     assert batch["skip"].dtype == batch["is_code"].dtype == torch.bool
     assert batch["skip"].tolist() == [False, weight == 1, weight == 1]
@@ -348,7 +348,7 @@ def test_a_micro_batch_has_one_backward_pass_on_several_processes():
     for world, is_refused in ((1, False), (2, True)):
         accelerator = process(0, world)
         accelerator.backward = lambda loss: None
-        window = Window(accelerator, [[whole(np.arange(4))], [whole(np.arange(3))]], [[0], [1]])
+        window = Window(accelerator, [[all_trained(np.arange(4))], [all_trained(np.arange(3))]], [[0], [1]])
         for _ in range(2):
             for _ in window:
                 window.backward(torch.tensor(1.0))

@@ -16,7 +16,7 @@ import statistics
 from typing import Any
 
 from common.errors import UserError, say
-from common.run.folder import read_args, read_json
+from common.run.folder import read_args, read_object
 from common.run.parts.regression import wilson
 from common.run.parts.report import (
     Row,
@@ -237,7 +237,7 @@ def brief(folder: Path) -> Row:
     events, points = list(lines(folder / "events.jsonl")), points_of(folder)
     begun = next((event for event in reversed(events) if event.get("script")), {"script": "?"})
     script = Path(str(begun["script"])).name
-    state = true_state(state_of(events, read_json(folder / "summary.json")), folder)
+    state = true_state(state_of(events, read_object(folder / "summary.json")), folder)
     copy = folder / script
     code = hashlib.sha256(copy.read_bytes()).hexdigest()[:6] if copy.is_file() else ""
     settings = [*settings_of(read_args(folder), begun), {"rows": [["code", code, False]]}]

@@ -12,7 +12,6 @@ after an error. docs/trials.md says how it decides.
 """
 
 import argparse
-import ast
 from collections.abc import Callable
 import contextlib
 from dataclasses import dataclass, field
@@ -30,16 +29,16 @@ import sys
 import time
 
 from common.errors import UserError, say
-from common.files import file_hash, replace_text
-from common.run.folder import read_json
+from common.files import code_hash, file_hash, replace_text
+from common.run.folder import read_object
 from common.run.parts.report import points_of
 
 from tools import as_command
 from tools.trial_page import console, write_trial
 from tools.trial_verdict import (
     UNKNOWN,
-    Outcome,
     Row,
+    TrialRun,
     choose_metric,
     noise_floor,
     read_outcome,
@@ -65,7 +64,7 @@ class Side:
     seeds: list[int]
     folder: Path
     failed: str = ""  # which run failed, and its last line
-    outcomes: list[Outcome] = field(default_factory=list)  # one for each seed
+    outcomes: list[TrialRun] = field(default_factory=list)  # one for each seed
 
 
 @dataclass
@@ -230,7 +229,7 @@ def run_sides(sides: list[Side], args: argparse.Namespace) -> None:
         for side in sides:
             words = [*side.words, "--seed", str(side.seeds[k])]
             jobs.append(Job(side, f"seed{side.seeds[k]}", words))
-    done: list[Outcome] = []
+    done: list[TrialRun] = []
 
     def check(job: Job) -> None:
         """Read a complete run, and end the trial if it cannot be compared with the others."""
@@ -313,14 +312,13 @@ def hash_of(path: Path, changed: int) -> str:
     """The hash of a file, read once until it is changed: every start looks at the files of all runs."""
     if path.suffix == ".py":
         with contextlib.suppress(SyntaxError, ValueError):  # the run will say so
-            code = ast.dump(ast.parse(path.read_text(encoding="utf-8")))  # without comments and layout
-            return hashlib.sha256(code.encode()).hexdigest()
+            return code_hash(path)
     return file_hash(path)
 
 
 def refuse_edited(job: Job) -> None:
     """Raise UserError if a run has begun with another script, or other words."""
-    then = read_json(job.note)
+    then = read_object(job.note)
     if not then or not (job.folder / "metrics.jsonl").is_file():  # nothing has begun
         return
     now = made_of(job)

@@ -8,7 +8,7 @@ import statistics
 from common.run.parts.report import cut, describe_run, embedded, prompt_text, scores_of, write_page
 
 from tools.report import differing
-from tools.trial_verdict import UNKNOWN, Outcome, Row
+from tools.trial_verdict import UNKNOWN, Row, TrialRun
 
 SCRIPT = Path(__file__).with_name("trial.js")  # of the page: what report.html does not have
 TEXT, SIZE = 600, 1_000_000  # characters of a completion, bytes of all of them
@@ -99,7 +99,7 @@ def table(first: str, rows: list[list[str]]) -> list[str]:
 # --- the page -----------------------------------------------------------------------------------------------
 
 
-def write_trial(file: Path, trial: Row, outcomes: dict[str, list[Outcome]]) -> None:
+def write_trial(file: Path, trial: Row, outcomes: dict[str, list[TrialRun]]) -> None:
     """trial.html: a comparison of report.html, with a side, all of its seeds, in the place of a run."""
     room = SIZE / sum(map(len, outcomes.values()))
     merged = []
@@ -140,7 +140,7 @@ def merge(runs: list[Row]) -> Row:
     return runs[0] | {"curves": curves, "after": after, "events": [], "completions": None, "regression": None}
 
 
-def samples_of(runs: list[Outcome], room: float) -> Row | None:
+def samples_of(runs: list[TrialRun], room: float) -> Row | None:
     """The completions of a side as samples of report.html: of a prompt those of all seeds, a line each, with
     their mean scores; as many prompts as there is room for, in bytes of a run."""
     prompts = []
@@ -161,7 +161,7 @@ def samples_of(runs: list[Outcome], room: float) -> Row | None:
     return about | {"steps": [runs[0].samples[0]["step"]]} if prompts else None
 
 
-def script_of(side: Row, runs: list[Outcome]) -> list[str]:
+def script_of(side: Row, runs: list[TrialRun]) -> list[str]:
     """The lines of the script that a side ran, from the copy that its run keeps."""
     name = Path(shlex.split(side["command"])[0]).name
     return (runs[0].folder / name).read_text(encoding="utf-8").splitlines()

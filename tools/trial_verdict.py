@@ -7,7 +7,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.run.folder import read_args, read_json
+from common.run.folder import read_args, read_object
 from common.run.parts.report import asked, is_number, points_of
 import numpy as np
 
@@ -34,7 +34,7 @@ OF_EVALUATION = ("eval_reward_funcs", "eval_temperatures", "eval_max_new_tokens"
 UNKNOWN = "not told apart"
 
 
-class Outcome(NamedTuple):
+class TrialRun(NamedTuple):
     """A complete run, as it is compared."""
 
     folder: Path
@@ -46,9 +46,9 @@ class Outcome(NamedTuple):
     inputs: Row  # hashes of the script, the rows and other code
 
 
-def read_outcome(folder: Path) -> Outcome:
+def read_outcome(folder: Path) -> TrialRun:
     """With --save_best the evaluation of the model that was kept, else the last one."""
-    summary, points = read_json(folder / "summary.json"), points_of(folder)
+    summary, points = read_object(folder / "summary.json"), points_of(folder)
     best = (summary.get("best") or {}).get("step")
     values = {}
     for name, value in summary.get("final", {}).items():
@@ -65,15 +65,15 @@ def read_outcome(folder: Path) -> Outcome:
             values[name] = float(value)
 
     samples, scores = read_scores(folder, best)
-    data = read_json(folder / "dataset.json")
-    inputs = read_json(folder / "inputs.json")
-    return Outcome(folder, values, scores, samples, read_args(folder), data, inputs)
+    data = read_object(folder / "dataset.json")
+    inputs = read_object(folder / "inputs.json")
+    return TrialRun(folder, values, scores, samples, read_args(folder), data, inputs)
 
 
 # --- what must not differ -----------------------------------------------------------------------------------
 
 
-def refuse_other_seed(first: Outcome, other: Outcome) -> None:
+def refuse_other_seed(first: TrialRun, other: TrialRun) -> None:
     """Raise UserError if two runs of a side differ in more than their seed: another script, setting, data."""
     then = first.settings | first.inputs
     now = other.settings | other.inputs
@@ -88,7 +88,7 @@ def refuse_other_seed(first: Outcome, other: Outcome) -> None:
         )
 
 
-def refuse_other_evaluation(first: Outcome, other: Outcome, other_data: bool) -> None:
+def refuse_other_evaluation(first: TrialRun, other: TrialRun, other_data: bool) -> None:
     """Raise UserError if two runs were evaluated in other ways, with a file or a model that was changed
     between them, or trained on other data (unless other_data)."""
     names = OF_EVALUATION
@@ -130,7 +130,7 @@ def rows_of(data: Row, sources: str, *counts: str) -> str:
 # --- verdicts -----------------------------------------------------------------------------------------------
 
 
-def choose_metric(wanted: str | None, parent: Outcome) -> tuple[str, int]:
+def choose_metric(wanted: str | None, parent: TrialRun) -> tuple[str, int]:
     """The metric that the verdict is about, and 1 if higher is better, else -1. Unset: the first score of
     completions, or else the loss. Raises UserError if the parent has none such."""
     evaluated = [name for name in parent.values if name.startswith("eval_")]
@@ -152,14 +152,14 @@ def choose_metric(wanted: str | None, parent: Outcome) -> tuple[str, int]:
     return name, sign
 
 
-def direction(name: str, outcome: Outcome) -> int:
+def direction(name: str, outcome: TrialRun) -> int:
     """1 if higher values are better, -1 if lower ones are, 0 if the name does not say it."""
     if name in outcome.scores or name == "reward" or any(word in name for word in HIGHER):
         return 1
     return -1 if any(word in name for word in LOWER) else 0
 
 
-def compare(metric: str, sign: int, parent: list[Outcome], side: list[Outcome]) -> Row:
+def compare(metric: str, sign: int, parent: list[TrialRun], side: list[TrialRun]) -> Row:
     """A metric of two sides, seed by seed, before `judge` gives it a word. "estimate" is of the differences
     side - parent, None if one seed has only one number."""
     here = np.array([run.values[metric] for run in parent])  # (S,)
@@ -183,7 +183,7 @@ def compare(metric: str, sign: int, parent: list[Outcome], side: list[Outcome]) 
     return known | {"difference": difference, "prompts": prompts, "p": p, "estimate": estimate}
 
 
-def scored_differences(metric: str, parent: list[Outcome], side: list[Outcome]) -> np.ndarray:
+def scored_differences(metric: str, parent: list[TrialRun], side: list[TrialRun]) -> np.ndarray:
     """(S, P) of a metric that is scored by prompt, else (S, 0); a prompt without a score in some run is left
     out."""
     tables = [run.scores.get(metric, {}) for run in [*parent, *side]]
@@ -217,7 +217,7 @@ def judge(rows: list[Row], alpha: float) -> None:
 
 
 def verdicts(
-    parent: list[Outcome], sides: dict[str, list[Outcome]], metric: str, sign: int, alpha: float
+    parent: list[TrialRun], sides: dict[str, list[TrialRun]], metric: str, sign: int, alpha: float
 ) -> dict[str, list[Row]]:
     """{side: its metrics, the one of the verdict first}, without sides that do not have that one.
 
@@ -238,7 +238,7 @@ def verdicts(
     return table
 
 
-def metrics_of_all(runs: list[Outcome]) -> list[str]:
+def metrics_of_all(runs: list[TrialRun]) -> list[str]:
     """The metrics that all runs have. A loss over other held-out tokens, as of an edit that trains others, is
     another metric; so is a sum of other rewards."""
     rewarded = {str([run.settings.get(name) for name in OF_REWARDS]) for run in runs}
@@ -253,7 +253,7 @@ def metrics_of_all(runs: list[Outcome]) -> list[str]:
     return found
 
 
-def noise_floor(runs: list[Outcome], seeds: int) -> list[Row]:
+def noise_floor(runs: list[TrialRun], seeds: int) -> list[Row]:
     """Of runs that differ by their seed alone: the spread of each evaluated metric, and the differences that
     chance exceeds in 5 % of the comparisons: of two runs, and of two means of so many seeds, not paired."""
     found = []

@@ -12,4 +12,4 @@ from common.data.tokens import (
     tokenize_row,
     truncate,
 )
-from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, whole
+from common.data.types import BadRow, Example, Row, Sequence, Tokenizer, all_trained

@@ -25,10 +25,10 @@ from common.data.types import (
     Row,
     Sequence,
     Tokenizer,
+    all_trained,
     may_reject,
     notes,
     valid_text,
-    whole,
 )
 from common.errors import UserError, quoted, say
 from common.files import loaded_code
@@ -301,7 +301,7 @@ def encode_rows(rows: list[tuple[int, Row]], job: Job) -> Encoded:
     difficulties = []
     for example, where, difficulty in results:
         if isinstance(example, str):
-            example = [whole(next(documents))]
+            example = [all_trained(next(documents))]
         layout = agree(layout, layout_of(example, where))
         own_lengths = [len(sequence["input_ids"]) for sequence in example]
         size = sum(own_lengths) - sum(shared_starts(example))

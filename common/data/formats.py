@@ -46,9 +46,9 @@ PROMPT = (
     ("alpaca", ("instruction",)),
 )
 # may hold messages
-CHATS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}
+MESSAGE_COLUMNS = {"messages", "conversations", "prompt", "completion", "response", "chosen", "rejected"}
 # Text that looks like messages: as JSON, or as Python prints them, which is a BadRow.
-MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+LOOKS_LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 Columns = dict[str, Any]
 Pair = tuple[list[Message], ...]  # prompt, chosen, rejected
 
@@ -226,7 +226,7 @@ def _decoded(column: str, value: Any) -> Any:
     that is some other JSON."""
     if type(value) in (int, float) and math.isfinite(value):
         return str(value)
-    if column in CHATS and isinstance(value, str) and MESSAGES.match(value):
+    if column in MESSAGE_COLUMNS and isinstance(value, str) and LOOKS_LIKE_MESSAGES.match(value):
         turns = json.loads(value)
         if all(isinstance(turn, dict) and turn.keys() & {"role", "from"} for turn in turns):
             return turns

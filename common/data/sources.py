@@ -283,7 +283,7 @@ def files_of(source: Source) -> list[Path] | None:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        if kind(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
+        if suffix_of(path) in SUFFIXES or source.path.startswith((".", "~")) or path.is_absolute():
             raise UserError(f"{source.path}: there is no such file or folder")
         return None
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():  # written by save_to_disk
@@ -307,7 +307,7 @@ def _data_files(folder: Path) -> list[Path]:
     which there may be a stats.json."""
     splits = ["train", *HELD_OUT_NAMES]
     files = [file for file in _readable(folder) if not NOT_DATA.fullmatch(file.name)]
-    if any(_starts_with(splits, file) or kind(file) not in (".txt", ".json") for file in files):
+    if any(_starts_with(splits, file) or suffix_of(file) not in (".txt", ".json") for file in files):
         return files
     data = _readable(folder / "data")
     if not files or any(_starts_with(splits, file) for file in data):
@@ -317,7 +317,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _readable(folder: Path) -> list[Path]:
     # macOS puts a hidden file ._data.jsonl beside data.jsonl, which is none of the kind that its name says
-    files = sorted(file for file in folder.glob("[!.]*") if kind(file) in SUFFIXES)
+    files = sorted(file for file in folder.glob("[!.]*") if suffix_of(file) in SUFFIXES)
     for file in files:
         if not file.exists():
             raise UserError(f"{file}: a link to a file that is not there")
@@ -342,7 +342,7 @@ def _has_split(source: Source) -> bool:
 # --- rows of a file -----------------------------------------------------------------------------------------
 
 
-def kind(path: Path) -> str:
+def suffix_of(path: Path) -> str:
     """The suffix that determines how a file is read."""
     return plain(path).suffix.lower()
 
@@ -358,7 +358,7 @@ def read_file(path: Path) -> Iterator[Row]:
     .json is one array or an object per line, .txt a row {"text"} per paragraph. All but .parquet may be
     compressed. Raises UserError for a broken file.
     """
-    suffix = kind(path)
+    suffix = suffix_of(path)
     try:
         if suffix == ".txt":
             yield from _read_paragraphs(path)

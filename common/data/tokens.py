@@ -19,7 +19,7 @@ from common.data.chat_template import (
     per_tokenizer,
     special_tokens,
 )
-from common.data.types import BadRow, Message, Sequence, Tokenizer, may_reject, notes, whole
+from common.data.types import BadRow, Message, Sequence, Tokenizer, all_trained, may_reject, notes
 from common.errors import UserError
 import numpy as np
 
@@ -46,7 +46,7 @@ def tokenize_chat(
     is trained then. Raises BadRow if nothing is left to train on.
     """
     if "text" in chat:
-        sequences = [whole(tokenize_documents([chat["text"]], tokenizer)[0])]
+        sequences = [all_trained(tokenize_documents([chat["text"]], tokenizer)[0])]
     elif "completion" in chat:
         sequences = [tokenize_completion(chat["prompt"], chat["completion"], tokenizer)]
     else:

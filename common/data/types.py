@@ -88,6 +88,6 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def whole(ids: np.ndarray) -> Sequence:
+def all_trained(ids: np.ndarray) -> Sequence:
     """A sequence with every token trained."""
     return {"input_ids": ids, "loss_mask": np.ones(len(ids), np.int64)}

@@ -436,8 +436,8 @@ def _capped_attention(
         k = k.repeat_interleave(g, 1)
         v = v.repeat_interleave(g, 1)
     scores = torch.tanh((q * (scale / softcap)) @ k.transpose(-1, -2)) * softcap
-    exact = torch.promote_types(scores.dtype, torch.float32)
-    weights = (scores + mask).softmax(-1, dtype=exact).to(v.dtype)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = (scores + mask).softmax(-1, dtype=wide).to(v.dtype)
     return F.dropout(weights, dropout) @ v
 
 

@@ -243,7 +243,7 @@ class Experts:
         }
 
 
-def add_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
+def make_experts(args: CommonArgs, lm: nn.Module) -> Experts | None:
     """Expert balancing for a transformers model, by the flag, or else by its config; None for a model without
     experts.
 

@@ -157,7 +157,6 @@ class FlatModel(nn.Module):
             raise ValueError(
                 f"nll_weights {tuple(nll_weights.shape)}: one for each of {batch['input_ids'].shape[1]} tokens"
             )
-        check_positions(self, max(batch["lengths"]))
         recording = self.experts is not None and self.experts.records_pass()
         states, predicting, routers, chosen = self._run_body(batch, recording)
         aux_loss = 0.0
@@ -220,11 +219,11 @@ class FlatModel(nn.Module):
     def predicting(self, batch: Batch) -> Tensor:
         """The hidden states that predict the targets, in their order, (N, D). Raises UserError as a call
         does."""
-        check_positions(self, max(batch["lengths"]))
         return self._run_body(batch).predicting
 
     def _run_body(self, batch: Batch, recording: bool = False) -> _States:
         """recording: with the routing of a mixture of experts."""
+        check_positions(self, max(batch["lengths"]))
         # a cache or any attention_mask would let sequences see each other
         options = {"use_cache": False}
         if recording:

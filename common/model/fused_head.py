@@ -93,7 +93,7 @@ class _Chunks:
     def __init__(self, weight: Tensor, bias: Tensor | None, scoring: Scoring):
         self.scoring = scoring
         self.dtype = scoring.dtype
-        self.exact = torch.promote_types(self.dtype, torch.float32)  # for the softmax, sums and results
+        self.wide = torch.promote_types(self.dtype, torch.float32)  # for the softmax, sums and results
         self.weight = weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.product = None
@@ -103,9 +103,9 @@ class _Chunks:
         the logits."""
         V = self.weight.shape[0]
         rows = max(1, min(chunk_rows(hidden.device, V), len(hidden)))
-        exact = hidden.new_empty(rows, V, dtype=self.exact)
-        self.product = exact
-        if self.dtype != self.exact:
+        buffer = hidden.new_empty(rows, V, dtype=self.wide)
+        self.product = buffer
+        if self.dtype != self.wide:
             multiple = of_device(ROW_MULTIPLE, hidden.device)
             stride = math.ceil(V / multiple) * multiple
             self.product = hidden.new_empty(rows, stride, dtype=self.dtype)[:, :V]
@@ -113,15 +113,15 @@ class _Chunks:
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
             h = hidden[chunk].to(self.dtype)
-            logits = exact[: len(h)]
+            logits = buffer[: len(h)]
             product = self.product[: len(h)]
             if self.bias is not None:
                 torch.addmm(self.bias, h, self.weight.t(), out=product)
             elif in_float32:
-                torch.mm(h, self.weight.t(), out_dtype=self.exact, out=logits)
+                torch.mm(h, self.weight.t(), out_dtype=self.wide, out=logits)
             else:
                 torch.mm(h, self.weight.t(), out=product)
-            if self.dtype != self.exact and not in_float32:
+            if self.dtype != self.wide and not in_float32:
                 logits.copy_(product)
             yield chunk, h, logits
 
@@ -132,7 +132,7 @@ class _Chunks:
         with gradient the rest of the derivative (n, V), in the dtype of the matrix products."""
         scoring = self.scoring
         tokens = scoring.tokens[chunk]
-        if self.dtype != self.exact and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
+        if self.dtype != self.wide and logits.shape[1] >= of_device(COMPILED_FROM, logits.device):
             derivative = self.product[: len(logits)] if gradient else None
             normalize = self.dtype == torch.float16
             compiled = compiled_head.softmax(derivative, logits, tokens, scoring.transform, normalize)
@@ -144,7 +144,7 @@ class _Chunks:
     def rounded(self, gradient: Tensor) -> Tensor:
         """The gradient of the current logits in the dtype of the matrix products, in the buffer of their
         product."""
-        if self.dtype == self.exact:
+        if self.dtype == self.wide:
             return gradient
         return self.product[: len(gradient)].copy_(gradient)
 
@@ -157,10 +157,10 @@ class _Chunks:
             torch.mul(torch.mm(gradient, self.weight), factor[:, None], out=d_hidden[chunk])
         if d_weight is not None:
             scaled = (h * factor[:, None]).to(self.dtype)
-            if self.dtype == self.exact:
+            if self.dtype == self.wide:
                 d_weight.addmm_(gradient.t(), scaled)
             elif h.device.type == "cuda":  # added in float32: no product to round and to keep
-                torch.addmm(d_weight, gradient.t(), scaled, out_dtype=self.exact, out=d_weight)
+                torch.addmm(d_weight, gradient.t(), scaled, out_dtype=self.wide, out=d_weight)
             else:
                 size = max(1, of_device(BLOCK_ELEMENTS, h.device) // h.shape[1])
                 for part, columns in zip(d_weight.split(size), gradient.split(size, dim=1), strict=True):
@@ -171,14 +171,14 @@ class _Chunks:
     def empty_gradients(self, needed: Sequence[bool], hidden: Tensor) -> tuple:
         """Buffers for those that are needed of hidden, weight and bias; the last two are zeros."""
         d_hidden = torch.empty_like(hidden) if needed[0] else None
-        d_weight = torch.zeros_like(self.weight, dtype=self.exact) if needed[1] else None
-        d_bias = torch.zeros_like(self.bias, dtype=self.exact) if needed[2] else None
+        d_weight = torch.zeros_like(self.weight, dtype=self.wide) if needed[1] else None
+        d_bias = torch.zeros_like(self.bias, dtype=self.wide) if needed[2] else None
         return d_hidden, d_weight, d_bias
 
     def scores(self, hidden: Tensor, gradients: tuple | None = None, weights: Tensor | None = None) -> Tensor:
         """logps, entropy and correct, (3, N). gradients: those of `Σ weights · logps` are written there,
         weights (N,); None: 1 for each token."""
-        scores = hidden.new_empty(3, len(hidden), dtype=self.exact)
+        scores = hidden.new_empty(3, len(hidden), dtype=self.wide)
         with_gradient = gradients is not None
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk, h, logits in self.logits(hidden):

@@ -77,9 +77,9 @@ def _norm_forward(self: nn.Module, x: Tensor) -> Tensor:
 def _norm(x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """x (..., D), weight (D,) -> RMSNorm(x), rounded to dtype, and 1 / sqrt(mean(x²) + ε) (..., 1) in float32
     or better."""
-    exact = x.to(torch.promote_types(x.dtype, torch.float32))
-    scale = exact.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-    normalized = (exact * scale).to(x.dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    scale = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    normalized = (wide * scale).to(x.dtype)
     out = normalized.mul_(weight) if weight.dtype == x.dtype else normalized * weight
     return out if dtype is None else out.to(dtype), scale
 
@@ -96,19 +96,19 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, scale = ctx.saved_tensors
         D = x.shape[-1]
-        exact = scale.dtype
-        normalized = x.to(exact) * scale
-        product = gradient.to(exact) * normalized
+        wide = scale.dtype
+        normalized = x.to(wide) * scale
+        product = gradient.to(wide) * normalized
         d_weight = d_x = None
         if ctx.needs_input_grad[1]:
             d_weight = product.reshape(-1, D).sum(0).to(weight.dtype)
         if ctx.needs_input_grad[0]:
             # d_x = scale · (w g - normalized · mean(w g · normalized))
-            mean = torch.mv(product.reshape(-1, D), weight.to(exact)).div_(D).view_as(scale)
-            if gradient.dtype == weight.dtype == exact:
+            mean = torch.mv(product.reshape(-1, D), weight.to(wide)).div_(D).view_as(scale)
+            if gradient.dtype == weight.dtype == wide:
                 d_x = torch.mul(gradient, weight, out=product)
             else:
-                d_x = (gradient * weight).to(exact)
+                d_x = (gradient * weight).to(wide)
             d_x = d_x.sub_(normalized.mul_(mean)).mul_(scale).to(x.dtype)
         return d_x, d_weight, None, None
 

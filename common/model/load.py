@@ -15,7 +15,7 @@ from common.errors import UserError, say
 from common.memory import SHARDED
 from common.model import attention, hybrids
 from common.model.create import create_model
-from common.model.experts import add_experts
+from common.model.experts import make_experts
 from common.model.files import DTYPES, dtype_of, file_config, first_of, hub_errors, is_adapter
 from common.model.flat_model import FlatModel, base_lm, is_quantised
 from common.model.lora import adapter_config, add_lora, check_mergeable, import_peft
@@ -102,7 +102,7 @@ def load_model(
         enable_gradient_checkpointing(model)
     if args.torch_compile:
         compile_layers(model)
-    model.experts = add_experts(args, base_lm(model.lm))
+    model.experts = make_experts(args, base_lm(model.lm))
     model.stop_ids = stop_token_ids(tokenizer, base_lm(model.lm).generation_config)
     set_stop_tokens(model, model.stop_ids, tokenizer)
     if not args.dry_run and accelerator.distributed_type not in SHARDED:

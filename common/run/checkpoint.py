@@ -29,7 +29,7 @@ from common.model.merge import write_merged
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
 from common.processes import gather_lists, on_each_process, on_main_process, sharded_as, unsharded
 from common.run import sharded
-from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, matching, read_json, step_of
+from common.run.folder import WEIGHTS, checkpoint_at, checkpoints, matching, read_object, step_of
 from safetensors.torch import load_file
 import torch
 from torch import nn
@@ -227,7 +227,7 @@ def resume(
             optimizer.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
     for group, setting in zip(optimizer.param_groups, settings, strict=True):
         group.update(setting)  # this run's: the weight decay may have changed
-    state = read_json(checkpoint / "trainer_state.json")
+    state = read_object(checkpoint / "trainer_state.json")
     say(f"resuming from {checkpoint} at step {state['step']}")
     return state
 

@@ -17,7 +17,7 @@ import weakref
 from accelerate import Accelerator
 from common.args import CommonArgs
 from common.collators import Batch, flat_batch
-from common.data.types import whole
+from common.data.types import all_trained
 from common.errors import say
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model import fused_head
@@ -188,7 +188,7 @@ def _row(model: FlatModel, lengths: list[int]) -> Batch:
     """A micro-batch of sequences that share no beginning."""
     vocab_size = model.config.get_text_config().vocab_size
     draw = np.random.default_rng(0)
-    example = [whole(draw.integers(vocab_size, size=n)) for n in lengths]
+    example = [all_trained(draw.integers(vocab_size, size=n)) for n in lengths]
     return flat_batch([example], next(model.parameters()).device)
 
 

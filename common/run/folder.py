@@ -5,7 +5,6 @@ models that arguments name, of the training data and the user's loaded code, and
 in each checkpoint, too, and a run that resumes is compared with them.
 """
 
-import ast
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import errno
@@ -21,7 +20,7 @@ from typing import Any, TextIO
 from accelerate import Accelerator
 from common.args import CommonArgs, declared, defaults, may_change, save_args
 from common.errors import UserError, say
-from common.files import file_hash, find_damage, writing
+from common.files import code_hash, file_hash, find_damage, writing
 from common.processes import on_main_process
 import yaml
 
@@ -81,7 +80,7 @@ def newest_intact(output_dir: str | Path) -> Path | None:
     return None
 
 
-def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+def read_object(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
     """A JSON object; {} if the file is missing or holds something else."""
     try:
         value = parse(path.read_text(encoding="utf-8"))
@@ -92,7 +91,7 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
 
 def read_args(folder: Path) -> dict[str, Any]:
     """args.yaml of a run or a checkpoint; {} if missing or unreadable."""
-    return read_json(folder / "args.yaml", yaml.safe_load)
+    return read_object(folder / "args.yaml", yaml.safe_load)
 
 
 def earlier_args(folder: Path) -> dict[str, Any] | None:
@@ -289,7 +288,7 @@ def _metric(save_best: str | None) -> str:
 def _leave_complete_run(args: CommonArgs, changed: dict[str, tuple[Any, Any]]) -> None:
     """Raise SystemExit(0) for the same run once more, and UserError if it would be trained in another way;
     return if it is to be longer."""
-    last_step = read_json(Path(args.output_dir, "summary.json")).get("final", {}).get("step", 0)
+    last_step = read_object(Path(args.output_dir, "summary.json")).get("final", {}).get("step", 0)
     has_other_length = bool(_changes_of(args, changed, ["duration"]))
     ends_earlier = 0 < args.max_steps <= last_step
     if has_other_length and not ends_earlier:
@@ -344,10 +343,9 @@ def delete_run(folder: Path) -> None:
 def inputs_at_start(args: CommonArgs, script: str, mixed_precision: str) -> dict[str, str]:
     """{what: its hash} of the inputs known at the start: the script, the precision, code that arguments name,
     and model folders (the reference, the base under an adapter, a reward model)."""
-    code = ast.dump(ast.parse(Path(script).read_text(encoding="utf-8")))  # without comments and layout
-    inputs = {"the script": hashlib.sha256(code.encode()).hexdigest(), "the mixed precision": mixed_precision}
+    inputs = {"the script": code_hash(Path(script)), "the mixed precision": mixed_precision}
     words = {str(word) for _, word in words_of(args)}
-    adapter = read_json(Path(str(args.model_name_or_path), "adapter_config.json"))
+    adapter = read_object(Path(str(args.model_name_or_path), "adapter_config.json"))
     words.add(str(adapter.get("base_model_name_or_path")))
     # Their results are compared over the run.
     compared = (args.eval_prompts, args.regression_suite) if args.save_best else ()
@@ -366,7 +364,7 @@ def refuse_changes(args: CommonArgs, inputs: dict[str, str], earlier: Path) -> N
 
     earlier: the checkpoint, or the folder of a complete run.
     """
-    before = read_json(earlier / "inputs.json")
+    before = read_object(earlier / "inputs.json")
     changed = [what for what, now in inputs.items() if before.get(what, now) != now]
     if not changed:
         return

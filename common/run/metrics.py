@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from common.args import CommonArgs
-from common.errors import UserError, hidden, quoted, say
+from common.errors import UserError, quoted, say, without_secrets
 from common.files import replace_text, replacing, writing
 from common.memory import finest_dtype, memory, relieve
 from common.processes import gather_lists, unsharded
@@ -29,7 +29,7 @@ RESERVED |= {"mfu", "memory_gib", "peak_memory_gib", "bad_steps", "not_finite"}
 STATE = ("carry", "num_tokens", "first_eval", "last", "bad_steps", "losses")  # in a checkpoint
 SPIKE = 6.0  # standard deviations above the mean of recent losses
 # Nats a token between the log-probabilities at sampling and in training; rounding to bfloat16 gives 0.01.
-OFF = 0.1
+MOST_LOGP_DIFFERENCE = 0.1
 
 
 class Metrics:
@@ -198,7 +198,7 @@ class Metrics:
         if self.bad_steps:
             values["bad_steps"] = len(self.bad_steps)
         difference = values.get("sampling/logp_difference", 0.0)
-        if difference > OFF and "loss" not in self.last:
+        if difference > MOST_LOGP_DIFFERENCE and "loss" not in self.last:
             say(
                 f"[step {step}] the completions' log-probabilities differ by {difference:.2g} nats a token from those at "
                 "sampling: is the temperature missing in a call of the model?"
@@ -236,7 +236,13 @@ class Metrics:
     def event(self, kind: str, step: int, text: str, **more: Any) -> None:
         """Append an event to events.jsonl, for the timeline of report.html. Events stay there when a run
         resumes from an earlier checkpoint."""
-        row = {"step": step, "time": round(time.time(), 1), "kind": kind, "text": hidden(text), **more}
+        row = {
+            "step": step,
+            "time": round(time.time(), 1),
+            "kind": kind,
+            "text": without_secrets(text),
+            **more,
+        }
         self.append("events.jsonl", [row])
         self.notify("on_event", kind, step, text)
 
@@ -326,14 +332,10 @@ def _drop_lines_after(step: int, path: Path) -> None:
 
 
 def machine(accelerator: Accelerator) -> dict[str, Any]:
-    """What a run was executed on, with the versions of libraries that affect results."""
+    """What a run was executed on."""
     device = str(accelerator.device)
     if accelerator.device.type == "cuda":
         device = torch.cuda.get_device_name()
-    versions = {}
-    for name in ("torch", "transformers", "accelerate"):
-        if name in sys.modules:
-            versions[name] = sys.modules[name].__version__
     return {
         "device": device,
         "processor": processor(),
@@ -341,9 +343,18 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
         "mixed_precision": accelerator.mixed_precision,
         "distributed": accelerator.distributed_type.value,
         "memory_limit_gib": memory(accelerator.device).limit,
-        "versions": versions,
+        "versions": versions(),
         "python": platform.python_version(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that affect results."""
+    found = {}
+    for name in ("torch", "transformers", "accelerate"):
+        if name in sys.modules:
+            found[name] = sys.modules[name].__version__
+    return found
 
 
 def processor() -> str:

@@ -59,17 +59,17 @@ class Retry:
         # DeepSpeed's engine divides by the number of micro-batches it was given, and keeps what it has
         # accumulated: its windows are neither split nor restarted.
         engine = accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.tokens = math.inf if engine else tokens_at_once(accelerator, wrapper)
+        self.tokens_at_once = math.inf if engine else tokens_at_once(accelerator, wrapper)
         # DistributedDataParallel would wait for gradients of a script's own module that a window does not
         # use.
         own = len(wrapper.extra) > 0 and accelerator.distributed_type not in SHARDED
-        self._sums = (args.auto_micro_batch or own) and accelerator.num_processes > 1
+        self._sums_gradients = (args.auto_micro_batch or own) and accelerator.num_processes > 1
         self._recovers = not engine and (args.auto_micro_batch or accelerator.num_processes == 1)
-        self._inside = False
-        if self._sums:
+        self._in_gradients = False
+        if self._sums_gradients:
             NEVER_FREED.append(model)
             self.model = wrapper
-        if self._sums or self.experts:
+        if self._sums_gradients or self.experts:
             wrapper.register_forward_pre_hook(self._refuse_outside)
 
     def __call__(self, gradients: Gradients, step: int, window: Window) -> None:
@@ -85,11 +85,11 @@ class Retry:
         while True:
             reason = None
             _seed_all(self._seed(step) + self.accelerator.process_index)  # of dropout
-            window.split(self.splits, self.tokens)
+            window.split(self.splits, self.tokens_at_once)
             try:
                 if self.experts:
                     self.experts.begin(self.accelerator, self.model, window)
-                self._inside = True
+                self._in_gradients = True
                 gradients(window)
                 if not window.backward_calls:
                     raise UserError(
@@ -100,17 +100,17 @@ class Retry:
                     raise
                 reason = " ".join(str(error).split())[:160] or type(error).__name__
             finally:
-                self._inside = False
+                self._in_gradients = False
             # The exception is gone by now, and with it the frames that held the failed attempt's tensors.
             failed = reason is not None
             if failed and self.experts:
                 self.experts.give_up()
-            if self._sums:  # all processes start again, or none does
+            if self._sums_gradients:  # all processes start again, or none does
                 failed = anywhere(self.accelerator, failed)
             if not failed:
                 break
             self._start_again(step, window, reason)
-        if self._sums:
+        if self._sums_gradients:
             self._sum_gradients()
         if self.experts:
             self.metrics.add(**self.experts.finish())
@@ -136,14 +136,14 @@ class Retry:
         if reason and (not self._recovers or self.splits >= window.most_parts):
             raise UserError(f"step {step + 1}: out of memory with {_shape(window)} ({reason}); {WHAT_HELPS}")
         self.splits *= 2
-        shape = _shape(window.split(self.splits, self.tokens))
+        shape = _shape(window.split(self.splits, self.tokens_at_once))
         say(
             f"step {step + 1}: out of memory; again, and from here on, with {shape}; the gradient stays the same"
         )
         self.metrics.event("memory", step + 1, f"out of memory; from here on {shape}")
 
     def _refuse_outside(self, model: nn.Module, _: Any) -> None:
-        if torch.is_grad_enabled() and model.training and not self._inside:
+        if torch.is_grad_enabled() and model.training and not self._in_gradients:
             raise UserError(
                 "the model is called with gradients outside of run.retry_smaller(gradients, window), which balances "
                 "experts, and adds up the gradients of all processes: call that"

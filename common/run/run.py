@@ -43,14 +43,14 @@ from common.run.checkpoint import (
 from common.run.describe import describe
 from common.run.folder import (
     checkpoint_at,
-    read_json,
+    read_object,
     refuse_changes,
     refuse_deleted_folder,
     remove_if_unused,
     write_settings,
 )
 from common.run.launch import NEVER_FREED, start
-from common.run.metrics import Metrics, commit_of, machine, short
+from common.run.metrics import Metrics, commit_of, machine, short, versions
 from common.run.nonfinite import NonFinite
 from common.run.parts.alerts import Alerts
 from common.run.parts.best import Best
@@ -131,7 +131,7 @@ class Run:
         args = self.args
         accelerator = self.accelerator
         windows = self.windows
-        if self.resume_from and read_json(self.resume_from / "trainer_state.json")["step"] > len(windows):
+        if self.resume_from and read_object(self.resume_from / "trainer_state.json")["step"] > len(windows):
             raise UserError(
                 f"{self.resume_from} lies beyond step {len(windows)}, at which this run would end"
             )
@@ -202,9 +202,9 @@ class Run:
         if before != now:
             effect = "a larger step skips rows, a smaller one repeats some (a stream continues in its place)"
             say(f"a step had {before}, now {now}: {effect}")
-        versions = machine(self.accelerator)["versions"]
+        new_versions = versions()
         for library, version in state.get("versions", {}).items():
-            new = versions.get(library, version)
+            new = new_versions.get(library, version)
             if new != version:
                 say(f"{library} was {version}, now {new}: the run continues; results may differ by rounding")
 
@@ -320,7 +320,7 @@ class Run:
         state = {
             "step_size": self.windows.step_size,
             "base_dtype": self.base_dtype,
-            "versions": machine(self.accelerator)["versions"],
+            "versions": versions(),
             "parts": self._each("state", step),
         }
         written = save_checkpoint(

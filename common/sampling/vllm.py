@@ -130,28 +130,28 @@ class RolloutServers:
         model: nn.Module,
         folder: str,
         longest: int,
-        **how: Any,
+        **settings: Any,
     ):
         """Check the servers; called on every process. Raises UserError, with the command that starts a
         suitable one, if a server does not answer or does not fit.
 
         model: as prepared. folder: where the servers can read what this process writes. longest: tokens of a
-        sequence, prompt and completion. how: max_new_tokens, temperature, top_k and top_p, as of `sample`.
+        sequence, prompt and completion. settings: max_new_tokens, temperature, top_k and top_p, as of `sample`.
         """
         self.accelerator = accelerator
         self.model = model
         self.flat_model = accelerator.unwrap_model(model)
         self.folder = Path(folder).resolve() / "rollout_weights"
         self.longest = longest
-        self.how = how
+        self.settings = settings
         lm = base_lm(self.flat_model.lm)
         self.vocabulary = lm.get_input_embeddings().weight.shape[0]
         # The loss needs log-probabilities of the whole distribution at the temperature. vLLM's raw ones are
         # at temperature 1, its processed ones are of the tokens that can be drawn.
         self.modes = []
-        if how["top_k"] <= 0 and how["top_p"] >= 1:
+        if settings["top_k"] <= 0 and settings["top_p"] >= 1:
             self.modes.append("processed_logprobs")
-        if how["temperature"] == 1:
+        if settings["temperature"] == 1:
             self.modes.append("raw_logprobs")
         if not self.modes:
             raise UserError(
@@ -171,7 +171,7 @@ class RolloutServers:
         self.run_id = on_main_process(accelerator, lambda: uuid.uuid4().hex[:8])
         # {url: (its answer to the probe when that last changed, our log-probabilities then)}
         self.probes = {}
-        dtypes = on_main_process(accelerator, lambda: {self._check(url) for url in self.urls})
+        dtypes = on_main_process(accelerator, lambda: {self._check_server(url) for url in self.urls})
         is_float32 = accelerator.mixed_precision == "no" and lm.dtype == torch.float32
         self.tolerance = EXACT if is_float32 and dtypes == {"float32"} else ROUNDED
         self.dtype = None  # that weights are written in, if not the model's
@@ -179,7 +179,7 @@ class RolloutServers:
             self.dtype = getattr(torch, dtypes.pop())
         say(f"rollouts come from {len(self.urls)} vLLM server{'s' * (len(self.urls) > 1)}")
 
-    def _check(self, url: str) -> str:
+    def _check_server(self, url: str) -> str:
         """The dtype of a server's weights. Raises UserError if it does not fit."""
         if not re.fullmatch(r"https?://[\w.:\[\]-]+", url):  # not printed: it may hold a password
             raise UserError(
@@ -257,15 +257,15 @@ class RolloutServers:
 
     def _load(self, url: str, path: Path, prompt: list[int]) -> Sampled | str:
         try:
-            self._check(url)  # it may have been restarted with other settings
+            self._check_server(url)  # it may have been restarted with other settings
             request_json(url, "/pause?mode=wait", {}, LOAD_TIMEOUT)
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
             request_json(url, "/collective_rpc", call, LOAD_TIMEOUT)
             request_json(url, "/reset_prefix_cache", {})
             request_json(url, "/update_weight_version", {"new_version": self.version})
             request_json(url, "/resume", {})
-            how = {"temperature": self.how["temperature"]}
-            return self._complete(url, prompt, request_seed((0,)), PROBE_TOKENS, how)
+            settings = {"temperature": self.settings["temperature"]}
+            return self._complete(url, prompt, request_seed((0,)), PROBE_TOKENS, settings)
         except UserError as problem:
             return str(problem)
 
@@ -273,7 +273,7 @@ class RolloutServers:
         """The trained model's log-probabilities of the tokens after a prompt. Called on every process."""
         mask = np.array([0] * len(prompt) + [1] * len(ids), np.float32)
         sequence = {"input_ids": np.array(prompt + ids), "loss_mask": mask}
-        temperature = self.how["temperature"]
+        temperature = self.settings["temperature"]
         window = Window(self.accelerator, [[sequence]], [[0]])
         window.add_fields(lambda batch: {"logps": self.flat_model(batch, temperature=temperature).logps})
         return sequence["logps"][len(prompt) :]
@@ -307,27 +307,29 @@ class RolloutServers:
     # --- completions ----------------------------------------------------------------------------------------
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **how: Any
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **settings: Any
     ) -> list[Sampled]:
-        """Sample a completion for each prompt, as `sample` does. Called on every process. how: max_new_tokens
+        """Sample a completion for each prompt, as `sample` does. Called on every process. settings: max_new_tokens
         or a temperature, if they differ this time. Raises OutsideError if no server is left."""
-        return on_each_process(self.accelerator, self.begin(prompts, keys, **how).result)
+        return on_each_process(self.accelerator, self.begin(prompts, keys, **settings).result)
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **how: Any
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[tuple[int, ...]], **settings: Any
     ) -> Future[list[Sampled]]:
         """Start sampling in the background, with the weights of now; see `sample`. Not collective. A
         completion is a function of its key and the weights, whichever server samples it."""
-        how = self.how | how
-        limits = how.pop("max_new_tokens")
+        settings = self.settings | settings
+        limits = settings.pop("max_new_tokens")
         if isinstance(limits, int):
             limits = [limits] * len(prompts)
         requests = list(zip(map(list, prompts), map(request_seed, keys), limits, strict=True))
-        rollout = self.background.submit(self._complete_all, requests, how)
+        rollout = self.background.submit(self._complete_all, requests, settings)
         self.running.append(rollout)
         return rollout
 
-    def _complete_all(self, requests: list[tuple[list[int], int, int]], how: dict[str, Any]) -> list[Sampled]:
+    def _complete_all(
+        self, requests: list[tuple[list[int], int, int]], settings: dict[str, Any]
+    ) -> list[Sampled]:
         # All completions of a prompt go to one server, which has it in its cache.
         _, owner = distinct_prompts([prompt for prompt, *_ in requests])
 
@@ -336,7 +338,7 @@ class RolloutServers:
                 left = self._servers_left()
                 url = left[owner[i] % len(left)]
                 try:
-                    return url, self._complete(url, *requests[i], how, self.flat_model.stop_ids)
+                    return url, self._complete(url, *requests[i], settings, self.flat_model.stop_ids)
                 except ServerFault as fault:
                     self._leave_out(url, str(fault))
 
@@ -385,7 +387,7 @@ class RolloutServers:
         prompt: list[int],
         seed: int,
         limit: int,
-        how: dict[str, Any],
+        settings: dict[str, Any],
         stops: Sequence[int] = (),
     ) -> Sampled:
         """Sample a completion, with the server's log-probabilities."""
@@ -394,7 +396,7 @@ class RolloutServers:
             "max_tokens": limit,
             "seed": seed,
             "stop_token_ids": list(stops),
-            **how,
+            **settings,
         }
         answer = request_json(url, "/v1/completions", body, LOAD_TIMEOUT + TOKEN_TIMEOUT * limit)
         try:

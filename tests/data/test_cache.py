@@ -20,7 +20,7 @@ from common.data.encode import Job
 from common.data.sources import Source
 from common.data.tokenizer import train_tokenizer
 from common.data.tokens import tokenize_documents, tokenize_messages
-from common.data.types import BadRow, Row, whole
+from common.data.types import BadRow, Row, all_trained
 from common.errors import UserError
 from common.files import loaded_code
 import numpy as np
@@ -76,11 +76,11 @@ def chats(row, tokenizer, args):
 
 def pairs(row, tokenizer, args):
     chosen, rejected = tokenize_documents([row["text"], f"no {row['n']}"], tokenizer)
-    return [{"input_ids": chosen, "loss_mask": np.arange(len(chosen)) % 2}, whole(rejected)]
+    return [{"input_ids": chosen, "loss_mask": np.arange(len(chosen)) % 2}, all_trained(rejected)]
 
 
 def largest_id(row, tokenizer, args):
-    return [whole(np.array([0, max(tokenizer.get_vocab().values())]))]
+    return [all_trained(np.array([0, max(tokenizer.get_vocab().values())]))]
 
 
 def prepare(tmp_path, *sources, encode=document, tokenizer=None, column=None, **settings):

@@ -3,7 +3,7 @@ one line."""
 
 from common.args import CommonArgs
 from common.collators import Window, Windows
-from common.data import BadRow, chunk, drop_turns, load_data, pack, stream, truncate, whole
+from common.data import BadRow, all_trained, chunk, drop_turns, load_data, pack, stream, truncate
 from common.data.encode import CHUNK, Job, agree, check_sequence, encode_all
 from common.data.types import RESERVED, Row
 from common.errors import UserError
@@ -38,7 +38,7 @@ def pairs(row, tokenizer, args):
 
 def documents(row, tokenizer, args):
     ids = np.arange(row["n"]) + row["start"]
-    return [whole(ids) | {"twice": 2.0 * ids, "thrice": 3 * ids, "document": row["i"]}]
+    return [all_trained(ids) | {"twice": 2.0 * ids, "thrice": 3 * ids, "document": row["i"]}]
 
 
 def stream_of_documents(row, tokenizer, args):
@@ -285,7 +285,7 @@ def test_later_blocks_have_the_fields_of_the_first(tmp_path):
     ],
 )
 def test_sequences_of_a_script_are_checked_alike(changes):
-    examples = [[whole(np.arange(3)) | change] for change in changes]
+    examples = [[all_trained(np.arange(3)) | change] for change in changes]
     with pytest.raises(UserError, match="x|loss_mask"):
         Window(alone(), examples, [[0, 1]])
 

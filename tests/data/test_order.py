@@ -4,7 +4,7 @@ asked."""
 from collections import Counter
 
 from common.data.order import BANDS, Order, Shuffled, drop_turns, shares, shorten
-from common.data.types import whole
+from common.data.types import all_trained
 from common.errors import UserError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -199,7 +199,7 @@ def lengths(shuffled, positions):
 
 
 def test_training_data_are_the_examples_in_their_order():
-    examples = [[whole(np.arange(i + 2))] for i in range(7)]
+    examples = [[all_trained(np.arange(i + 2))] for i in range(7)]
     shuffled = Shuffled(Chats(examples), Order([7], 3))
     assert [shuffled[p] for p in range(20)] == [examples[shuffled.order[p]] for p in range(20)]
     assert [shuffled.size(p) for p in range(20)] == lengths(shuffled, range(20)) and len(shuffled) == 7

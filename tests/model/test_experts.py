@@ -8,7 +8,7 @@ from common.args import CommonArgs
 from common.collators import Window, flat_batch
 from common.errors import UserError
 from common.model.create import create_model, llama_config
-from common.model.experts import Experts, add_experts, routing_size
+from common.model.experts import Experts, make_experts, routing_size
 from common.model.flat_model import count_parameters
 from common.model.load import enable_gradient_checkpointing
 from common.model.wrap import wrap
@@ -195,14 +195,14 @@ def test_the_config_may_ask_for_the_loss(capsys):
     for shown, flag, wanted in ((False, None, 0.0), (True, None, 0.25), (True, 0.5, 0.5), (True, 0.0, 0.0)):
         config.output_router_logits = shown
         lm = transformers.AutoModelForCausalLM.from_config(config)
-        assert add_experts(CommonArgs(router_aux_loss_coef=flag), lm).aux_coef == wanted
+        assert make_experts(CommonArgs(router_aux_loss_coef=flag), lm).aux_coef == wanted
     assert "0.25 · load-balancing loss" in capsys.readouterr().out
 
 
 def test_the_flag_is_refused_without_experts():
     with pytest.raises(UserError, match="--router_aux_loss_coef: LlamaForCausalLM is no mixture of experts"):
-        add_experts(CommonArgs(router_aux_loss_coef=0.1), tiny_lm("llama"))
-    assert add_experts(CommonArgs(), tiny_lm("llama")) is None
+        make_experts(CommonArgs(router_aux_loss_coef=0.1), tiny_lm("llama"))
+    assert make_experts(CommonArgs(), tiny_lm("llama")) is None
 
 
 # --- new ones -----------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_products_of_experts_follow_autocast(dtype, monkeypatch):
         "grouped_mm",
         lambda x, w, **k: seen.add((x.dtype, w.dtype)) or grouped_mm(x, w, **k),
     )
-    assert add_experts(CommonArgs(), model.lm)
+    assert make_experts(CommonArgs(), model.lm)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype != torch.float32):
         logps = model(flat_batch(examples(), torch.device("cpu"))).logps
     logps.sum().backward()

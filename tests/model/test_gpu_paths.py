@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from common.args import CommonArgs
 from common.collators import flat_batch
 from common.model import attention, load
-from common.model.experts import add_experts
+from common.model.experts import make_experts
 from common.model.load import compile_layers
 from common.model.varlen import Ragged
 from common.model.wrap import wrap
@@ -193,7 +193,7 @@ SIZES = {p.numel() for kind in ("llama", "mixtral") for p in tiny_lm(kind).param
 def test_weights_are_cast_once_while_sampling(kind, frozen):
     """They were cast anew for each token. What autocast keeps has no gradient, and is not for training."""
     model = wrap(tiny_lm(kind)).requires_grad_(not frozen)
-    add_experts(CommonArgs(), model.lm)
+    make_experts(CommonArgs(), model.lm)
     model.lm.model.norm.weight.requires_grad_(True)
     trained = [name for name, p in model.lm.named_parameters() if p.requires_grad]
     with torch.autocast("cpu", torch.bfloat16):

@@ -7,7 +7,7 @@ import sys
 
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.data.types import whole
+from common.data.types import all_trained
 from common.model.load import enable_gradient_checkpointing
 from common.model.lora import add_lora
 from common.model.wrap import wrap
@@ -37,7 +37,7 @@ TRAIN = """
 import copy, json, sys
 from common.args import CommonArgs
 from common.collators import flat_batch
-from common.data.types import whole
+from common.data.types import all_trained
 from common.memory import memory
 from common.model.create import create_model
 from common.model.load import enable_gradient_checkpointing, load_pretrained
@@ -56,7 +56,7 @@ if recompute:
 model.train()
 needed = estimate(copy.deepcopy(model), lengths)["total"]
 optimizer = make_optimizer(CommonArgs(learning_rate=1e-4), model)
-batch = flat_batch([[whole(np.arange(n) % 500)] for n in lengths], torch.device("cpu"))
+batch = flat_batch([[all_trained(np.arange(n) % 500)] for n in lengths], torch.device("cpu"))
 for _ in range(3):
     model(batch, nll_weights=batch["loss_mask"] / sum(lengths)).nll.backward()
     optimizer.step()
@@ -85,7 +85,7 @@ def measured(model, lengths, mixed_precision="no", steps=1):
     PyTorch's profiler."""
     gc.collect()  # or earlier models would be freed meanwhile
     draw = np.random.default_rng(1)
-    batch = flat_batch([[whole(draw.integers(V, size=n))] for n in lengths], torch.device("cpu"))
+    batch = flat_batch([[all_trained(draw.integers(V, size=n))] for n in lengths], torch.device("cpu"))
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profiler:

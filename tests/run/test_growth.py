@@ -2,7 +2,7 @@
 of noise."""
 
 from common.collators import flat_batch
-from common.data.types import whole
+from common.data.types import all_trained
 from common.losses import nll
 from common.model.fused_head import chunk_rows
 from common.model.wrap import wrap
@@ -39,7 +39,7 @@ def tiny(V=61, **changes):
 def held(model, lengths, objective="known weights", trained=1.0):
     """Bytes: the most that lives at once while the gradients of a row are made, beside the weights."""
     draw = np.random.default_rng(0)
-    row = [whole(draw.integers(2, 61, size=n)) for n in lengths]
+    row = [all_trained(draw.integers(2, 61, size=n)) for n in lengths]
     for sequence in row:
         sequence["loss_mask"][: int((1 - trained) * len(sequence["loss_mask"]))] = 0
     batch = flat_batch([row], CPU)

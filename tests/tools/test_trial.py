@@ -31,7 +31,7 @@ from tools.trial_statistics import (
     t_quantile,
     t_tails,
 )
-from tools.trial_verdict import Outcome
+from tools.trial_verdict import TrialRun
 
 # --- Student's t --------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ def test_better_is_not_said_of_any_metric_of_any_side():
                 solved = {k: float(random.random() < 0.5) for k in range(30)}
                 values = {"eval_right": float(np.mean(list(solved.values())))}
                 values |= {name: float(random.normal(5, 1)) for name in names}
-                runs.append(Outcome(Path("run"), values, {"eval_right": solved}, [], {}, {}, {}))
+                runs.append(TrialRun(Path("run"), values, {"eval_right": solved}, [], {}, {}, {}))
             sides.append(runs)
         copies = dict(zip("abc", sides[1:], strict=True))
         table = trial_verdict.verdicts(sides[0], copies, "eval_right", 1, 0.05)
@@ -491,7 +491,7 @@ def test_held_out_rows_that_differ_leave_out_their_losses():
     """An edit of `encode` that trains other tokens evaluates other tokens; completions stay comparable."""
     data = [{"eval_sources": [{"path": "x", "rows": 3, "trained_tokens": count}]} for count in (30, 20)]
     runs = [
-        [Outcome(Path("a"), {"eval_right": k / 2, "eval_loss": 1.0}, {"eval_right": {0: k / 2}}, [], {}, facts, {})
+        [TrialRun(Path("a"), {"eval_right": k / 2, "eval_loss": 1.0}, {"eval_right": {0: k / 2}}, [], {}, facts, {})
          for k in range(2)]
         for facts in data
     ]  # fmt: skip
@@ -503,7 +503,7 @@ def test_held_out_rows_that_differ_leave_out_their_losses():
 def test_sums_of_other_rewards_are_left_out():
     values = {"reward": 1.0, "eval_reward": 1.0, "eval_reward_t0.7": 1.0, "eval_rewards/margins": 1.0}
     runs = [
-        Outcome(Path("a"), values, {}, [], {"reward_weights": weights}, {}, {}) for weights in (None, [1, 2])
+        TrialRun(Path("a"), values, {}, [], {"reward_weights": weights}, {}, {}) for weights in (None, [1, 2])
     ]
     assert trial_verdict.metrics_of_all(runs) == ["eval_rewards/margins"]
     assert trial_verdict.metrics_of_all(runs[:1] * 2) == list(values)

@@ -16,7 +16,7 @@ from typing import Any
 import urllib.request
 
 from common.args import CommonArgs
-from common.errors import SECRETS, UserError, hidden, is_first, say
+from common.errors import SECRETS, UserError, is_first, say, without_secrets
 
 ADDRESS = re.compile(r"https?://([a-z\d.-]+|\[[\da-f:]+\])(:\d{1,5})?(/[!-~]*)?", re.I | re.ASCII)
 EVENTS = ("finished", "stopped", "died", "spike", "bad", "memory", "regression")  # the kinds that are sent
@@ -36,7 +36,7 @@ class Alerts:
         self.url, args.alert_webhook = str(args.alert_webhook), None
         SECRETS.append(self.url)
         for words in (sys.argv, sys.orig_argv):  # which trackers record
-            words[:] = map(hidden, words)
+            words[:] = map(without_secrets, words)
         if not ADDRESS.fullmatch(self.url):
             raise UserError(
                 "--alert_webhook: expected http:// or https://, a host and a path (the address is not shown)"
@@ -60,7 +60,7 @@ class Alerts:
             self.send(kind, f"step {step}: {text}")
 
     def send(self, event: str, text: str) -> None:
-        text = f"{self.run}: {event}\n{hidden(text)[:LONGEST]}"
+        text = f"{self.run}: {event}\n{without_secrets(text)[:LONGEST]}"
         # Slack reads "text", Discord "content"; neither can mention anybody, as <!channel> or @everyone.
         escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
         alert = {"text": escaped, "content": text, "allowed_mentions": {"parse": []}}

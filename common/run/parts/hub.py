@@ -13,7 +13,7 @@ from common.args import CommonArgs
 from common.errors import UserError, quoted, say
 from common.files import replace_text
 from common.model.save import CARD
-from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, matching, read_json
+from common.run.folder import CLASSIFIER, MODEL, WEIGHTS, matching, read_object
 from common.run.parts.report import points_of
 
 # Metrics whose names hold no name of the user's: of a file, a function, a group of a suite.
@@ -59,7 +59,7 @@ def write_card(args: CommonArgs, stage: str, best_step: int | None) -> None:
         base = args.model_name_or_path
         link = f"[{base}](https://huggingface.co/{base})"
     datasets = set()
-    for source in read_json(folder / "dataset.json").get("sources", []):
+    for source in read_object(folder / "dataset.json").get("sources", []):
         if is_on_hub(source["path"], "dataset"):
             datasets.add(source["path"])
     tags = ["plainloop", stage]
@@ -133,7 +133,7 @@ def push(folder: Path, repo: str) -> str:
             delete_patterns=[*WEIGHTS],
             commit_message=message,
         )
-        adapter = read_json(folder / ADAPTER)
+        adapter = read_object(folder / ADAPTER)
         if adapter:
             base = Path(str(adapter.get("base_model_name_or_path")))
             if base.exists() or len(base.parts) != 2:  # a local path: do not publish it
@@ -151,7 +151,7 @@ def push(folder: Path, repo: str) -> str:
 
 def patterns_to_send(folder: Path) -> list[str]:
     """The files that are sent: the model with its code, a classifier, the card."""
-    auto_map = json.dumps(read_json(folder / "config.json").get("auto_map", {}))
+    auto_map = json.dumps(read_object(folder / "config.json").get("auto_map", {}))
     modules = re.findall(r'"(?:[^"]*--)?(\w+)\.\w+"', auto_map)
     return [*WEIGHTS, *MODEL, CARD, f"{CLASSIFIER}/*", *(f"{name}.py" for name in modules)]
 

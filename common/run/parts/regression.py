@@ -37,7 +37,7 @@ import torch
 ALL = "all"  # the group of all cases
 PASSES = 0.5  # reward from which an answer passes
 ALPHA = 0.05  # significance level of a fall
-NEVER = 10**15
+ONLY_AT_THE_ENDS = 10**15  # steps between two evaluations
 Z = 1.959963984540054  # 97.5 % quantile of the normal distribution, for a 95 % interval
 Cases = dict[str, dict[str, Any]]  # {id: {"rate", "digest", "group"}}
 Outcome = dict[str, Any]  # {"groups", "failed", "cases"}, as above
@@ -274,7 +274,7 @@ class Regression:
         self.accelerator = accelerator
         self.suite = Suite(args.regression_suite, accelerator.device)
         steps = args.eval_steps if args.regression_steps is None else args.regression_steps
-        self.every = steps or NEVER  # 0: only before the first and after the last step
+        self.every = steps or ONLY_AT_THE_ENDS  # 0: only before the first and after the last step
         self.base: dict[str, Any] = {}  # {"step", "cases"} of the first evaluation
         self.last: dict[str, Any] = {}
         self.fallen: list[str] = []  # groups whose fall has been reported

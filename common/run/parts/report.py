@@ -21,7 +21,7 @@ from typing import Any
 from common.args import ARGUMENT_GROUPS, CommonArgs, defaults, first_definition
 from common.errors import quoted, say
 from common.files import replace_text
-from common.run.folder import is_held, read_args, read_json
+from common.run.folder import is_held, read_args, read_object
 import numpy as np
 
 PAGE = Path(__file__).parent / "page"
@@ -150,8 +150,8 @@ def size_of(value: Any) -> int:
 
 def describe_run(folder: Path) -> Row:
     """Everything that a page shows of a run."""
-    data = read_json(folder / "dataset.json")
-    summary = read_json(folder / "summary.json")
+    data = read_object(folder / "dataset.json")
+    summary = read_object(folder / "summary.json")
     settings = read_args(folder)
     points = points_of(folder)
     events = list(lines(folder / "events.jsonl"))

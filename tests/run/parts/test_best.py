@@ -14,7 +14,7 @@ def best_by(metric, patience=0, delta=0.0, eval_steps=1, **more):
 
 
 def test_the_direction_of_a_metric_is_known_or_asked_for():
-    assert [best_by(name).sign for name in ("eval_loss", "a_loss", "eval_perplexity", "min:reward")] == [
+    assert [best_by(name).sign for name in ("eval_loss", "a_loss", "eval_bits_per_byte", "min:reward")] == [
         -1
     ] * 4
     assert [
