@@ -7,8 +7,12 @@ import os
 from pathlib import Path
 import subprocess
 import sys
+import time
 
+from common.args import CommonArgs
 from common.collators import flat_batch, split_row
+from common.model.load import load_pretrained
+from common.model.quantised import dequantised
 from common.model.wrap import wrap
 from common.sampling import sample
 import numpy as np
@@ -19,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real_model import download, gguf_of, make_folder
-from tests.conftest import run_script, train_metrics, write_rows
+from tests.conftest import ROOT, run_script, train_metrics, write_rows
 from tests.scripts.one_step import assert_nll_step, exact, watched
 from tests.scripts.texts import chat
 from tools.merge_lora import main as merge
@@ -157,16 +161,52 @@ def test_a_step_of_sft_has_the_gradient_of_float64(packing, launch, smollm2, tok
     assert_nll_step(run, exact(smollm2), [encoded(tokenizer, messages) for messages in CHATS])
 
 
-def test_a_run_that_goes_on_has_the_weights_of_one_that_never_stopped(launch, smollm2, data):
-    words = ["--model_name_or_path", smollm2, *data, "--per_device_train_batch_size", 2, "--eval_steps", 0]
-    words += ["--logging_steps", 1, "--save_steps", 1, "--lr_scheduler_type", "constant", "--warmup_steps", 0]
-    launch("sft", *words, "--max_steps", 1, output="parts")
-    parts = launch("sft", *words, "--max_steps", 3, output="parts")
-    whole = launch("sft", *words, "--max_steps", 3, output="whole")
-    one, other = load_file(parts / "model.safetensors"), load_file(whole / "model.safetensors")
+def test_a_killed_run_goes_on_to_the_weights_of_one_that_never_stopped(launch, smollm2, data, tmp_path):
+    words = [
+        "--model_name_or_path",
+        smollm2,
+        *data,
+        "--per_device_train_batch_size",
+        "2",
+        "--eval_steps",
+        "0",
+    ]
+    words += "--logging_steps 1 --save_steps 1 --max_steps 3".split()
+    output = tmp_path / "killed"
+    command = [sys.executable, "train_sft.py", *words, "--output_dir", str(output)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (output / "checkpoint-1").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not (output / "model.safetensors").exists()
+    killed = launch("sft", *words, output="killed")
+    whole = launch("sft", *words, output="whole")
+    one, other = load_file(killed / "model.safetensors"), load_file(whole / "model.safetensors")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert train_metrics(parts) == train_metrics(whole)
+    assert train_metrics(killed) == train_metrics(whole)
+
+
+def test_a_base_in_four_bits_is_the_model_of_its_dequantised_weights(smollm2, tokenizer):
+    pytest.importorskip("bitsandbytes")
+    model = load_pretrained(CommonArgs(load_in_4bit=True), smollm2).eval()
+    plain = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    changed = 0
+    for name, module in model.lm.named_modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(weight, "quant_state"):
+            plain.get_submodule(name).weight.data = dequantised(weight)
+            changed += 1
+    assert changed == 7 * 30  # the matrices of 30 layers
+    ids, mask = encoded(tokenizer, CHATS[3])
+    batch = flat_batch([[{"input_ids": np.array(ids), "loss_mask": np.array(mask)}]], torch.device("cpu"))
+    with torch.no_grad():
+        found = model(batch).logps[1:]
+        logps = plain(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+    wanted = logps.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0] * torch.tensor(mask[1:])
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
 
 
 def test_an_export_answers_and_stops_in_transformers_and_in_the_chat(launch, smollm2, data, lm, tokenizer):
