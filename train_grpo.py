@@ -198,9 +198,8 @@ def roll_out(
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
     per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
-    rewards = combine_rewards(
-        torch.from_numpy(per_function), torch.tensor(weights, dtype=torch.float64)
-    )  # (C,)
+    factors = torch.tensor(weights, dtype=torch.float64)
+    rewards = combine_rewards(torch.from_numpy(per_function), factors)  # (C,)
     groups = rewards.view(-1, args.num_generations)
     advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
     advantages = advantages.flatten().float()

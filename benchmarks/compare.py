@@ -180,8 +180,9 @@ def losses_agree(ours: list[Result], peers: list[Result]) -> dict[str, Any]:
     return {"ours": [a for a, _ in pairs], "peer": [b for _, b in pairs], "largest_difference": worst}
 
 
-def shown(ratio: dict[str, float]) -> str:
-    return f"**{ratio['median']:.2f}×** ({ratio['low']:.2f} to {ratio['high']:.2f})"
+def shown(ratio: dict[str, float], several: bool = True) -> str:
+    text = f"**{ratio['median']:.2f}×**"
+    return f"{text} ({ratio['low']:.2f} to {ratio['high']:.2f})" if several else text
 
 
 def compare(
@@ -238,8 +239,10 @@ def compare(
 
 def markdown(table: dict[str, Any]) -> str:
     """The table of `compare` as Markdown."""
+    several = table["rounds"] > 1
+    rounds = f"medians of {table['rounds']} alternating rounds" if several else "one round"
     lines = [
-        f"**{table['title']}**, medians of {table['rounds']} alternating rounds",
+        f"**{table['title']}**, {rounds}",
         "",
         f"| side | {table['unit']} | ours is faster by | by CPU time | peak memory | ours needs | useful | losses |",
         "|---|---|---|---|---|---|---|---|",
@@ -250,7 +253,7 @@ def markdown(table: dict[str, Any]) -> str:
         number = f"{rate['median']:,.0f}" if rate["median"] >= 100 else f"{rate['median']:.2f}"
         cells = [name + best, number]
         cells += (
-            [shown(entry["speedup"]), f"{entry['speedup_cpu']['median']:.2f}×"]
+            [shown(entry["speedup"], several), f"{entry['speedup_cpu']['median']:.2f}×"]
             if "speedup" in entry
             else ["", ""]
         )

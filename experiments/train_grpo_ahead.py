@@ -127,7 +127,7 @@ class Args(CommonArgs):
         "token", help="of the ratio; sequence: GSPO"
     )
     use_bias_correction_kl: bool = arg(
-        True, help="multiply the KL by the ratio, for the gradient of the reverse KL"
+        True, help="multiply the KL by the ratio, for the gradient of the reverse KL", needs="beta"
     )
     importance_correction: Literal["auto", "token_truncate", "sequence_mask", "none"] = arg(
         "auto",
@@ -182,7 +182,7 @@ def roll_out(
     accelerator: Accelerator,
     begin: Begin,
     tokenizer: Tokenizer,
-    rewards: list[Reward],
+    reward_funcs: list[Reward],
     rollouts: RolloutsAhead,
     rollout: int,
 ) -> list[Completion]:
@@ -193,20 +193,28 @@ def roll_out(
     with accelerator.autocast():
         sampled = rollouts.sample(rollout, begin, args.seed)
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
-    scores = score_shared(accelerator, rewards, prompts, texts, [s.ids for s in sampled])
+    scores = score_shared(accelerator, reward_funcs, prompts, texts, [s.ids for s in sampled])
     completions = []
-    for prompt, s, text, each in zip(prompts, sampled, texts, scores, strict=True):
-        counted = s.finished or not args.mask_truncated_completions
-        completions.append(Completion(prompt, s.ids, s.logps, s.finished, text, each, counted))
+    for prompt, s, text, rewards in zip(prompts, sampled, texts, scores, strict=True):
+        completions.append(
+            Completion(
+                prompt=prompt,
+                ids=s.ids,
+                logps=s.logps,
+                finished=s.finished,
+                text=text,
+                rewards=rewards,
+                counted=s.finished or not args.mask_truncated_completions,
+            )
+        )
     return completions
 
 
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
     per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
-    rewards = combine_rewards(
-        torch.from_numpy(per_function), torch.tensor(weights, dtype=torch.float64)
-    )  # (C,)
+    factors = torch.tensor(weights, dtype=torch.float64)
+    rewards = combine_rewards(torch.from_numpy(per_function), factors)  # (C,)
     groups = rewards.view(-1, args.num_generations)
     advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
     advantages = advantages.flatten().float()
@@ -279,10 +287,17 @@ def main(args: Args) -> None:
     # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     prompts, held_out = load_prompts(args, encode, tokenizer)
-    rewards = load_rewards(args.reward_funcs, accelerator.device)
-    weights = args.reward_weights or [1.0] * len(rewards)
+    reward_funcs = load_rewards(args.reward_funcs, accelerator.device)
+    reward_weights = args.reward_weights or [1.0] * len(reward_funcs)
     eval_prompts = load_eval_prompts(
-        args, accelerator, tokenizer, prompts, held_out, encode=encode, rewards=rewards, weights=weights
+        args,
+        accelerator,
+        tokenizer,
+        prompts,
+        held_out,
+        encode=encode,
+        rewards=reward_funcs,
+        weights=reward_weights,
     )
     rollouts = RolloutsAhead(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
@@ -350,7 +365,7 @@ def main(args: Args) -> None:
                 out = model(
                     batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0
                 )
-                losses, stats = grpo_loss(
+                losses, stats = grpo_loss(  # PPO-clip, and its variants   <- the algorithm
                     logps=out.logps,
                     old_logps=batch.get("old_logps", out.logps.detach()),
                     ref_logps=batch.get("ref_logps"),
@@ -370,7 +385,7 @@ def main(args: Args) -> None:
                 )  # (T,)
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
-                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows   <- the algorithm
+                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
@@ -387,8 +402,8 @@ def main(args: Args) -> None:
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> compare -> windows
             rollout = step // rollouts.updates_per_rollout
             sampler.sync(step)  # vLLM servers get these weights
-            completions = roll_out(args, accelerator, begin, tokenizer, rewards, rollouts, rollout)
-            add_advantages(completions, weights, args)
+            completions = roll_out(args, accelerator, begin, tokenizer, reward_funcs, rollouts, rollout)
+            add_advantages(completions, reward_weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 if rollouts.updates_per_rollout > 1 or masks_sequences or top_entropy:  # before its update
@@ -404,7 +419,7 @@ def main(args: Args) -> None:
             ):
                 completions[place].counted = False
             add_token_weights(windows, completions, args)
-            run.log_rollout(step + 1, completions, rewards, args.num_generations)
+            run.log_rollout(step + 1, completions, reward_funcs, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))

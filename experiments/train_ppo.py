@@ -115,7 +115,7 @@ class Args(CommonArgs):
     epsilon_high: float | None = arg(None, help="above 1; unset: epsilon", within="[0, 1e9]")
     entropy_coef: float = arg(0.0, help="weight of an entropy bonus", within="(-inf, inf)")
     importance_cap: float = arg(
-        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]"
+        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]", needs="rollout_server"
     )
     num_iterations: int = arg(4, help="updates on each window of a rollout: epochs", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout: minibatches", within="[1, 1e6]")
@@ -155,7 +155,7 @@ def roll_out(
     accelerator: Accelerator,
     sampler: Sampler,
     tokenizer: Tokenizer,
-    rewards: list[Reward],
+    reward_funcs: list[Reward],
     rollouts: RolloutSchedule,
     rollout: int,
 ) -> list[Completion]:
@@ -166,21 +166,28 @@ def roll_out(
     keys = [(args.seed, rollout, i) for i in range(len(prompts))]
     sampled = sample_shared(accelerator, sampler, [prompt["prompt_ids"] for prompt in prompts], keys)
     texts = [tokenizer.decode(s.ids, skip_special_tokens=True) for s in sampled]
-    scores = score_shared(accelerator, rewards, prompts, texts, [s.ids for s in sampled])
+    scores = score_shared(accelerator, reward_funcs, prompts, texts, [s.ids for s in sampled])
     completions = []
-    for prompt, s, text, each in zip(prompts, sampled, texts, scores, strict=True):
-        counted = s.finished or not args.mask_truncated_completions
-        completions.append(Completion(prompt, s.ids, s.logps, s.finished, text, each, counted))
+    for prompt, s, text, rewards in zip(prompts, sampled, texts, scores, strict=True):
+        completions.append(
+            Completion(
+                prompt=prompt,
+                ids=s.ids,
+                logps=s.logps,
+                finished=s.finished,
+                text=text,
+                rewards=rewards,
+                counted=s.finished or not args.mask_truncated_completions,
+            )
+        )
     return completions
 
 
 def add_rewards(completions: list[Completion], weights: list[float]) -> None:
     """Set each completion's reward; NaN if no function gave one."""
-    table = [
-        [math.nan if value is None else value for value in completion.rewards] for completion in completions
-    ]
-    per_function, weight = (torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
-    reward = combine_rewards(per_function, weight)  # (C,)
+    per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
+    factors = torch.tensor(weights, dtype=torch.float64)
+    reward = combine_rewards(torch.from_numpy(per_function), factors)  # (C,)
     for completion, r in zip(completions, reward.tolist(), strict=True):
         completion.reward, completion.counted = r, completion.counted and not math.isnan(r)
 
@@ -292,10 +299,17 @@ def main(args: Args) -> None:
     # --- data -----------------------------------------------------------------------------------------------
     tokenizer = load_tokenizer(args)
     prompts, held_out = load_prompts(args, encode, tokenizer)
-    rewards = load_rewards(args.reward_funcs, accelerator.device)
-    weights = args.reward_weights or [1.0] * len(rewards)
+    reward_funcs = load_rewards(args.reward_funcs, accelerator.device)
+    reward_weights = args.reward_weights or [1.0] * len(reward_funcs)
     eval_prompts = load_eval_prompts(
-        args, accelerator, tokenizer, prompts, held_out, encode=encode, rewards=rewards, weights=weights
+        args,
+        accelerator,
+        tokenizer,
+        prompts,
+        held_out,
+        encode=encode,
+        rewards=reward_funcs,
+        weights=reward_weights,
     )
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
@@ -362,7 +376,7 @@ def main(args: Args) -> None:
                     entropy_grad=args.entropy_coef != 0,
                     extra=["value"],
                 )
-                losses, stats = grpo_loss(
+                losses, stats = grpo_loss(  # PPO-clip, and its variants   <- the algorithm
                     logps=out.logps,
                     old_logps=batch["old_logps"],
                     ref_logps=batch.get("ref_logps"),
@@ -384,7 +398,7 @@ def main(args: Args) -> None:
                 losses = losses + args.vf_coef * stats["value_loss"]
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
-                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows   <- the algorithm
+                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
@@ -401,8 +415,8 @@ def main(args: Args) -> None:
         if step % rollouts.updates_per_rollout == 0:  # sample -> score -> windows -> compare
             rollout = step // rollouts.updates_per_rollout
             sampler.sync(step)  # vLLM servers get these weights
-            completions = roll_out(args, accelerator, sampler, tokenizer, rewards, rollouts, rollout)
-            add_rewards(completions, weights)
+            completions = roll_out(args, accelerator, sampler, tokenizer, reward_funcs, rollouts, rollout)
+            add_rewards(completions, reward_weights)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 window.add_fields(at_rollout)
@@ -411,7 +425,7 @@ def main(args: Args) -> None:
                         lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps}
                     )
                 run.metrics.add(**add_advantages(window, args, accelerator))
-            run.log_rollout(step + 1, completions, rewards, len(completions))
+            run.log_rollout(step + 1, completions, reward_funcs, len(completions))
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))

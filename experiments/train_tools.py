@@ -150,10 +150,10 @@ class Args(CommonArgs):
         "token", help="of the ratio; sequence: GSPO"
     )
     use_bias_correction_kl: bool = arg(
-        True, help="multiply the KL by the ratio, for the gradient of the reverse KL"
+        True, help="multiply the KL by the ratio, for the gradient of the reverse KL", needs="beta"
     )
     importance_cap: float = arg(
-        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]"
+        2.0, help="largest weight of a token that a server sampled", within="[1, 1e6]", needs="rollout_server"
     )
     num_iterations: int = arg(1, help="updates on each window of a rollout", within="[1, 1e6]")
     steps_per_generation: int = arg(1, help="windows of a rollout", within="[1, 1e6]")
@@ -325,7 +325,7 @@ def roll_out(
     accelerator: Accelerator,
     sampler: Sampler,
     tokenizer: Tokenizer,
-    rewards: list[Reward],
+    reward_funcs: list[Reward],
     environment: Environment,
     prompts: list[Prompt],
     key: tuple[int, ...],
@@ -359,7 +359,7 @@ def roll_out(
     ]
     objects = {"environments": [c.environment for c in completions]}
     prompts, messages = [c.prompt for c in completions], [c.messages for c in completions]
-    scores = on_each_process(accelerator, partial(score, rewards, prompts, messages, written, objects))
+    scores = on_each_process(accelerator, partial(score, reward_funcs, prompts, messages, written, objects))
     each_reward = [[function[k] for function in scores] for k in range(len(mine))]  # scores: [F][completion]
     for c, each in zip(completions, each_reward, strict=True):
         c.environment, c.text, c.rewards = None, tokenizer.decode(c.ids), each
@@ -370,9 +370,8 @@ def roll_out(
 def add_advantages(completions: list[Completion], weights: list[float], args: Args) -> None:
     """Set each completion's reward, and its advantage over its group; 0 if no function gave a reward."""
     per_function = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
-    rewards = combine_rewards(
-        torch.from_numpy(per_function), torch.tensor(weights, dtype=torch.float64)
-    )  # (C,)
+    factors = torch.tensor(weights, dtype=torch.float64)
+    rewards = combine_rewards(torch.from_numpy(per_function), factors)  # (C,)
     groups = rewards.view(-1, args.num_generations)
     advantages = group_advantages(groups, args.scale_rewards, args.advantage_estimator)  # A_i
     advantages = advantages.flatten().float()
@@ -393,13 +392,15 @@ def make_windows(completions: list[Completion], args: Args, accelerator: Acceler
     own = own_share(accelerator, size)
     counted = torch.tensor([c.counted for c in completions])
     tokens = torch.tensor([float(sum(c.sampled)) for c in completions])
+    counted_tokens = tokens * counted
     run_all = args.beta > 0 or args.entropy_coef != 0
     windows = []
     for first in range(0, len(completions), size):
         inside = slice(first, first + size)
-        window_tokens = (tokens[inside] * counted[inside]).sum().item()
-        if args.loss_type in ("dapo", "cispo"):  # of the rollout, averaged over its windows
-            window_tokens = (tokens * counted).sum().item() / num_windows
+        if args.loss_type in ("dapo", "cispo"):  # of a window, on average over the rollout
+            window_tokens = counted_tokens.sum().item() / num_windows
+        else:
+            window_tokens = counted_tokens[inside].sum().item()
         weights = counted[inside] * grpo_token_weights(
             args.loss_type,
             tokens[inside],
@@ -451,8 +452,10 @@ def main(args: Args) -> None:
     environment = load_environment(args, tokenizer)
     to_prompt = partial(encode, tools=environment.tools)
     prompts, held_out = load_prompts(args, to_prompt, tokenizer)
-    rewards = load_rewards(args.reward_funcs, accelerator.device) + environment.rewards
-    weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(environment.rewards)
+    reward_funcs = load_rewards(args.reward_funcs, accelerator.device) + environment.rewards
+    reward_weights = (args.reward_weights or [1.0] * len(args.reward_funcs)) + [1.0] * len(
+        environment.rewards
+    )
     eval_prompts = load_eval_prompts(args, accelerator, tokenizer, prompts, held_out, encode=to_prompt).rows
     rollouts = RolloutSchedule(  # rollouts.prompts(n): prompts of the n-th; len(rollouts): updates of the run
         args,
@@ -500,7 +503,7 @@ def main(args: Args) -> None:
         f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}"
     )
 
-    play = partial(roll_out, args, accelerator, sampler, tokenizer, rewards, environment)
+    play = partial(roll_out, args, accelerator, sampler, tokenizer, reward_funcs, environment)
 
     def evaluate() -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Run the held-out prompts at each of eval_temperatures: means, and the episodes."""
@@ -508,11 +511,12 @@ def main(args: Args) -> None:
         sampler.sync(run.step)  # vLLM servers get these weights
         for temperature in args.eval_temperatures if eval_prompts else ():
             completions = play(eval_prompts, (args.seed,), group=1, temperature=temperature)
-            scores = {reward.name: [c.rewards[f] for c in completions] for f, reward in enumerate(rewards)}
-            table = [[math.nan if value is None else value for value in c.rewards] for c in completions]
-            total = combine_rewards(
-                *(torch.tensor(numbers, dtype=torch.float64) for numbers in (table, weights))
-            )
+            scores = {
+                reward.name: [c.rewards[f] for c in completions] for f, reward in enumerate(reward_funcs)
+            }
+            table = np.array([c.rewards for c in completions], np.float64)  # (C, F); None becomes NaN
+            factors = torch.tensor(reward_weights, dtype=torch.float64)
+            total = combine_rewards(torch.from_numpy(table), factors)
             scores["reward"] = [None if math.isnan(value) else value for value in total.tolist()]
             scores["tools/call_frequency"] = [c.calls for c in completions]
             found = summarise(
@@ -530,7 +534,7 @@ def main(args: Args) -> None:
                 out = model(
                     batch, temperature=args.temperature, entropy=True, entropy_grad=args.entropy_coef != 0
                 )
-                losses, stats = grpo_loss(
+                losses, stats = grpo_loss(  # PPO-clip, and its variants   <- the algorithm
                     logps=out.logps,
                     old_logps=batch.get("old_logps", out.logps.detach()),
                     ref_logps=batch.get("ref_logps"),
@@ -548,7 +552,7 @@ def main(args: Args) -> None:
                 )  # (T,)
                 if args.entropy_coef:
                     losses = losses - args.entropy_coef * out.entropy * mask
-                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows   <- the algorithm
+                loss = (losses * batch["token_weight"]).sum()  # w_i of make_windows
                 window.backward(loss + out.aux_loss)  # accelerator.backward of a sum over the window
             run.metrics.add_sum(loss=loss)
             run.metrics.add(mask, **stats, entropy=out.entropy)
@@ -568,7 +572,7 @@ def main(args: Args) -> None:
             completions = play(
                 rollouts.prompts(rollout), (args.seed, rollout), args.num_generations, args.temperature
             )
-            add_advantages(completions, weights, args)
+            add_advantages(completions, reward_weights, args)
             windows = make_windows(completions, args, accelerator)
             for window in windows:
                 # otherwise the model of the update is the one that sampled
@@ -580,7 +584,7 @@ def main(args: Args) -> None:
                     window.add_fields(
                         lambda batch: {"ref_logps": reference(batch, temperature=args.temperature).logps}
                     )
-            log_rollout(run, step + 1, completions, rewards, args.num_generations)
+            log_rollout(run, step + 1, completions, reward_funcs, args.num_generations)
 
         window = windows[step % args.steps_per_generation]
         set_lr(optimizer, lr_at(step))

@@ -96,15 +96,22 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     suite = Suite(args.suite, accelerator.device)
     before = None
-    if str(args.baseline).endswith(".jsonl"):
+    if args.baseline and Path(args.baseline).is_file():
         before = read_cases(args.baseline, args.max_new_tokens)
     elif args.baseline:
         before = answer(args.baseline, suite, accelerator, args)["cases"]
     found = answer(args.model, suite, accelerator, args)
-    if args.save and accelerator.is_main_process:
+    code = verdict(found, before, args)
+    # a model that has fallen does not become the next baseline
+    if args.save and accelerator.is_main_process and (code == 0 or args.save != args.baseline):
         line = {"model": args.model, "max_new_tokens": args.max_new_tokens} | found
         with open(args.save, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+    return code
+
+
+def verdict(found: Outcome, before: Cases | None, args: argparse.Namespace) -> int:
+    """Print the rates, and what has changed since the baseline; returns the exit code."""
     changes = {} if before is None else compare(before, found["cases"])
     say("\n".join(table(found, before or {}, changes)))
     if before is None:

@@ -149,6 +149,16 @@ def read_python(text: str) -> dict[str, Any]:
             settings["use_peft"] = True
         if called.endswith("train_on_responses_only"):
             settings["train_on_responses_only"] = True
+        if called.endswith("Trainer"):
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            model = literal(given["model"], constants) if "model" in given else ...
+            if isinstance(model, str):
+                settings["model_name"] = model
+            if "reward_funcs" in given:
+                rewards = literal(given["reward_funcs"], constants)
+                name = "reward_functions" if rewards is ... else "reward_funcs"
+                settings[name] = ast.unparse(given["reward_funcs"]) if rewards is ... else rewards
+            continue
         if not called.endswith(CALLS) and not re.search(r"Model\w*\.from_pretrained$", called):
             continue
         first = literal(node.args[0], constants) if node.args else None
@@ -288,6 +298,9 @@ class Translation:
         settings = dict(meaning)
         settings.pop("script", None)
         launch = settings.pop("launch", "")
+        if launch and self.theirs.launcher and launch not in self.launch:
+            self.lose(shown, f"the launcher is yours: unless it does so already, give it {launch}")
+            return {}
         if launch and (not self.launch or "single_gpu" in self.launch):
             self.launch = launch
         unknown = [name for name in settings if name not in self.flags]
@@ -554,6 +567,9 @@ def main(argv: list[str] | None = None) -> None:
     out.write_text(config_of(translation, start), encoding="utf-8")
     print("\n".join(map(printable, report_of(translation))))
     print(f"\n{out} is written: {len(translation.ours)} settings. Look at them, and start:\n    {start}")
+    if "dataset_name" not in translation.ours:
+        print("no data is named there: add --dataset_name FILE, or a dataset of the Hub")
+        return
     parse_args(
         translation.args_class, "", argv=["--config", str(out)]
     )  # says what has no effect, or is wrong

@@ -231,9 +231,11 @@ def _why_not_continued(context: str, message: Message) -> str:
     header = context[-30:]
     if "think" not in header and "thought" not in header:
         return f"the chat template rewrites the text before an answer ({ANOTHER})"
-    if message.get("thinking") and "/think" in header:
+    # for some templates the thought has become a part of the content
+    has_thought = message.get("thinking") or _text_of(message).lstrip().startswith("<think>")
+    if has_thought and "/think" in header:
         return f"the generation prompt closes a thought, and this answer has one ({WITHOUT_IT})"
-    if message.get("thinking"):
+    if has_thought:
         return f"the generation prompt begins a thought, and the chat template leaves out those of answers ({ANOTHER})"
     return (
         "the generation prompt begins a thought, and this answer is written without: give it one "

@@ -59,7 +59,7 @@ def format_of(columns: Columns, formats: tuple[tuple[str, tuple[str, ...]], ...]
 
     Raises BadRow, naming its columns, if it has none; and for media.
     """
-    for name in ("image", "images", "videos", "audios"):
+    for name in ("image", "images", "video", "videos", "audio", "audios"):
         if columns.get(name):
             raise BadRow(
                 f"a row with {name}: only text is trained (to train on its text alone: --columns unused={name})"

@@ -11,6 +11,7 @@ from common.data.order import Order, Shuffled
 from common.data.sources import Source, find_sources, read_rows
 from common.data.stream import Stream, check_stream
 from common.data.types import Row, Tokenizer
+from common.errors import UserError
 import numpy as np
 
 if TYPE_CHECKING:
@@ -110,7 +111,12 @@ def load_prompts(args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer) -
     """The prompts to train on, `prompts.at(position)`, and the held-out ones (or none), in memory.
 
     encode(row, tokenizer, args): a dict with "prompt_ids" (and what the rewards need); may raise BadRow.
+    Raises UserError for --dataset_streaming.
     """
+    if args.dataset_streaming:
+        raise UserError(
+            "--dataset_streaming: this script has all prompts in memory; leave it out (--max_train_samples takes the first)"
+        )
     sources, held_out_sources = find_sources(args)
 
     def encoded(row: Row) -> dict[str, Any]:

@@ -288,6 +288,8 @@ def tokenize_row(
     if system_prompt is not None and isinstance(row["prompt"], str):
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         row["prompt"] = [*system, {"role": "user", "content": row["prompt"]}]
+    elif system_prompt is not None:
+        notes.add("--system_prompt is for prompts that are strings: this one is a chat, and stays as it is")
     ids = tokenize_prompt(row["prompt"], tokenizer, row.get("tools"), row.get("chat_template_kwargs"))
     if max_length is not None and len(ids) > max_length:
         raise BadRow(f"a prompt of more than {max_length} tokens")

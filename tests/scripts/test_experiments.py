@@ -20,7 +20,7 @@ ENTRY = re.compile(
     r"^\| `(?:train_)?(\w+)\.(py|diff)` \|.*\| `((?:experiments/)?train_\w+\.py)` \| \+(\d+) −(\d+) \|", re.M
 )
 # lines that an experiment may add and remove, by its parent; 220 of the others
-LARGEST = {"train_grpo.py": 450}
+LARGEST = {"train_grpo.py": 460}
 
 
 def changed_lines(name, parent):

@@ -210,6 +210,35 @@ def test_a_command_line_is_read_as_a_config(translated):
     assert "python train_grpo.py" in said  # without bf16, no launcher
 
 
+def test_what_a_launcher_of_ones_own_would_do_is_told(translated):
+    """The line to start has that launcher; what it would need for these settings is not done by itself."""
+    words = "accelerate launch --num_processes 4 sft.py --bf16 --fsdp full_shard --dataset_name data/sft"
+    _, ours, said = translated(*words.split())
+    assert "accelerate launch -q --num_processes 4 train_sft.py" in said
+    for file in ("single_gpu.yaml", "fsdp2.yaml"):
+        assert re.search(f"the launcher is yours.*{file}", ours)
+
+
+def test_the_call_of_a_trainer_is_read(translated, tmp_path):
+    """TRL's own quickstart; reward functions of the script are named as not carried over."""
+    lines = """from trl import GRPOTrainer
+def reward_len(completions, **kwargs): return [1.0] * len(completions)
+dataset = load_dataset("data/grpo", split="train")
+trainer = GRPOTrainer(model="data/base_model", reward_funcs=reward_len, train_dataset=dataset)
+"""
+    (tmp_path / "a.py").write_text(lines)
+    args, ours, said = translated(tmp_path / "a.py")
+    assert args.model_name_or_path == "data/base_model" and "train_grpo.py" in said
+    assert re.search("reward_functions: reward_len.*--reward_funcs file.py:function", ours + said)
+
+
+def test_a_script_without_a_dataset_is_told_so(translated, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.py").write_text('trainer = SFTTrainer(model="data/base_model", train_dataset=data)')
+    monkeypatch.chdir(tmp_path)
+    translate.main(["a.py"])
+    assert "no data is named there" in capsys.readouterr().out
+
+
 def test_the_words_of_a_launcher_stay(translated):
     words = "accelerate launch --config_file theirs.yaml --num_processes 4 dpo.py --beta 0.5 --dataset_name data/dpo"
     args, _, said = translated(*words.split())
