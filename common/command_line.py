@@ -73,6 +73,7 @@ def parse_args(
                 if goes_with is not None and goes_with in given:
                     del demo_values[name]
         else:
+            say(f"no --dataset_name: that of the embedded demo, {demo}", sys.stderr)
             demo_values = {"dataset_name": demo_values["dataset_name"]}
     values = defaults(args_class) | demo_values | given
     if values["model_name_or_path"] is None and default_model is not None:

@@ -10,7 +10,7 @@ slash is a command:
     /temperature T      0 always takes the most probable token
     /save FILE          append the chat to FILE, as a row for train_sft.py
     /help               this page
-    /quit               exit, as does the end of the input (Ctrl-D)
+    /quit               exit, as do exit, quit and the end of the input (Ctrl-D)
 
 With --prompt, prints only the text of one answer, and exits. With --web, the chat is a page for the browser,
 at the address that is printed (needs gradio).
@@ -287,7 +287,7 @@ def main(argv: list[str] | None = None) -> None:
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if line == "/quit":
+        if line in ("/quit", "exit", "quit"):
             return
         try:
             if line.startswith("/"):

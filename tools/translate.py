@@ -37,7 +37,7 @@ LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
 # Dictionaries whose entries are settings like those beside them.
 NESTED = ("trl", "peft", "peft_config", "model_init_kwargs", "training_arguments", "quant_config")
-CALLS = ("Config", "Arguments", "get_peft_model", "FastLanguageModel.from_pretrained", "load_dataset")
+CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
 # Columns by the names that axolotl and LLaMA-Factory have for them.
 COLUMNS = {"field": "text", "field_messages": "messages", "field_label": "label", "field_tools": "tools"}
 COLUMNS |= {f"field_{name}": name for name in ("prompt", "completion", "chosen", "rejected", "system")}
@@ -92,12 +92,18 @@ def read(words: list[str]) -> Theirs:
 
 def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
     """The launcher's own words, those that name the stage, and the words with settings."""
+    while len(words) > 1 and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
+        words = words[1:]
     if words[0] in PROGRAMS:
         return [], " ".join(words[:2]), words[2:]
-    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    scripts = []
+    for i, word in enumerate(words):
+        if word.endswith(".py") or (i and words[i - 1] == "-m"):
+            scripts.append(i)
     if words[0] not in LAUNCHERS or not scripts:
         return [], "", list(words)
     launcher = words[2 : scripts[0]] if words[:2] == ["accelerate", "launch"] else []
+    launcher = [word for word in launcher if word != "-m"]
     return launcher, words[scripts[0]], words[scripts[0] + 1 :]
 
 
@@ -133,48 +139,89 @@ def source_of(path: Path) -> str:
 
 
 def read_python(text: str) -> dict[str, Any]:
-    """The keywords of the calls that configure a training, where their values are written down."""
+    """The keywords of the calls that configure a training, where their values are written down. Of several values
+    the first one counts: scripts often end with a test of the model."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"the script cannot be read: {error}") from None
-    constants: dict[str, Any] = {}  # variables that are assigned a value
+    constants = constants_of(tree)
     settings: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            constants[node.targets[0].id] = literal(node.value, {})
-    for node in ast.walk(tree):
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+    computed: list[str] = []
+    later: list[str] = []
+
+    def keep(name: str, node: ast.expr) -> None:
+        value = literal(node, constants)
+        if value is ... and name in ("bf16", "fp16"):  # whether the GPU can do it
+            value = ast.unparse(node)
+        if value is ...:
+            computed.append(f"{name}={ast.unparse(node)}")
+        elif settings.setdefault(name, value) != value:
+            later.append(f"{name}={value}")
+
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda call: call.lineno):
+        called = ast.unparse(call.func)
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if called.endswith(("get_peft_model", "LoraConfig")):
             settings["use_peft"] = True
         if called.endswith("train_on_responses_only"):
             settings["train_on_responses_only"] = True
         if called.endswith("Trainer"):
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            model = literal(given["model"], constants) if "model" in given else ...
+            model = literal(keywords["model"], constants) if "model" in keywords else ...
             if isinstance(model, str):
                 settings["model_name"] = model
-            if "reward_funcs" in given:
-                rewards = literal(given["reward_funcs"], constants)
+            if "reward_funcs" in keywords:
+                rewards = literal(keywords["reward_funcs"], constants)
                 name = "reward_functions" if rewards is ... else "reward_funcs"
-                settings[name] = ast.unparse(given["reward_funcs"]) if rewards is ... else rewards
-            continue
-        if not called.endswith(CALLS) and not re.search(r"Model\w*\.from_pretrained$", called):
-            continue
-        first = literal(node.args[0], constants) if node.args else None
-        if isinstance(first, str):
-            settings["dataset_name" if called.endswith("load_dataset") else "model_name"] = first
-        for keyword in node.keywords:
-            if keyword.arg:
-                value = literal(keyword.value, constants)
-                settings[keyword.arg] = ast.unparse(keyword.value) if value is ... else value
+                settings[name] = ast.unparse(keywords["reward_funcs"]) if rewards is ... else rewards
+        elif called.endswith("load_dataset"):
+            names = ("path", "name")
+            given = dict(zip(names, call.args, strict=False)) | keywords
+            source = {name: literal(node, constants) for name, node in given.items()}
+            source = {name: value for name, value in source.items() if value is not ...}
+            if settings.setdefault("datasets", [source]) != [source]:
+                later.append(ast.unparse(call))
+        elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
+            if call.args and isinstance(literal(call.args[0], constants), str):
+                keep("output_dir" if called.endswith(("Config", "Arguments")) else "model_name", call.args[0])
+            for name, node in keywords.items():
+                keep(name, node)
+    if not settings:
+        raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
+    if computed:
+        settings["computed_values"] = ", ".join(computed)
+    if later:
+        settings["later_values"] = ", ".join(later)
     return settings
+
+
+def constants_of(tree: ast.Module) -> dict[str, Any]:
+    """The variables that are assigned a value which is written down."""
+    constants: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        target = node.targets[0]
+        if isinstance(target, ast.Name):
+            constants.setdefault(target.id, literal(node.value, constants))
+        elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            for name, value in zip(target.elts, node.value.elts, strict=False):
+                if isinstance(name, ast.Name):
+                    constants.setdefault(name.id, literal(value, constants))
+    return constants
 
 
 def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
     """The value that an expression spells out; ... if it has to be computed."""
     if isinstance(node, ast.Name):
         return constants.get(node.id, ...)
+    if isinstance(node, ast.JoinedStr):  # f"{model}-sft"
+        parts = []
+        for part in node.values:
+            value = literal(part.value if isinstance(part, ast.FormattedValue) else part, constants)
+            parts.append(value)
+        return ... if ... in parts else "".join(map(str, parts))
     try:
         return ast.literal_eval(node)
     except ValueError:
@@ -183,7 +230,7 @@ def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
 
 def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
     """Whose settings these are."""
-    if "unsloth" in text:
+    if re.search(r"^\s*(from|import) unsloth\b", text, re.MULTILINE):
         return "unsloth"
     if "base_model" in settings or "axolotl" in hints:
         return "axolotl"
@@ -200,8 +247,11 @@ def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
 class Translation:
     """Their settings as ours: what to write, what needs nothing, and what is lost."""
 
-    def __init__(self, theirs: Theirs, stem: str):
-        self.theirs, self.stem = theirs, stem
+    def __init__(self, theirs: Theirs, out: Path):
+        """out: the file that it is written to."""
+        self.theirs = theirs
+        self.folder = out.parent
+        self.stem = out.stem
         self.ours: dict[str, Any] = {}
         self.comments: dict[str, str] = {}  # of what is not as it was
         self.nothing: list[str] = []  # needs no setting here
@@ -224,8 +274,12 @@ class Translation:
         given = self.theirs.settings
         for name in ("stage", "rl"):
             here = value_here(name, given.get(name))
-            if isinstance(here, dict):  # not a text that says why there is none
+            if isinstance(here, dict):
                 return here["script"]
+            if given.get(name):
+                raise UserError(
+                    f"{name}: {given[name]}: there is no script for it here ({', '.join(STAGES)})"
+                )
         if named := STAGE.findall(self.theirs.hints):
             return STAGES[named[-1].lower()]
         if {"num_generations", "reward_funcs"} & given.keys():
@@ -341,7 +395,11 @@ class Translation:
     def add_chat_template(self, name: str, value: str) -> None:
         if "{%" in value or "{{" in value:
             self.files[f"{self.stem}.jinja"] = value
-            self.set("chat_template", f"{self.stem}.jinja", f"{name}, which was written in the config")
+            self.set(
+                "chat_template",
+                str(self.folder / f"{self.stem}.jinja"),
+                f"{name}, which was written in the config",
+            )
         elif value in ("chatml", "plain") or value.endswith(".jinja"):
             self.set("chat_template", value, "" if name == "chat_template" else name)
         elif Path(value, "chat_template.jinja").exists():
@@ -453,6 +511,8 @@ class Translation:
         elif rows:
             self.lose(f"{path}: split: {split}[:{rows}", "a number of rows here: max_samples")
         files = item.pop("data_files", None)
+        if isinstance(files, dict):  # by split
+            files = files.get("train")
         paths = [path]
         if files and path in ("json", "csv", "parquet", "text"):
             paths = files if isinstance(files, list) else [files]
@@ -559,7 +619,7 @@ def main(argv: list[str] | None = None) -> None:
     out = Path(args.out or f"{Path(files[-1]).stem if files else 'translated'}_plainloop.yaml")
     if out.exists():
         raise UserError(f"{out} is there already: delete it, or name another by --out")
-    translation = Translation(read(words), out.stem)
+    translation = Translation(read(words), out)
     launcher = f"accelerate launch -q {translation.launch}" if translation.launch else "python"
     start = f"{launcher} {translation.script} --config {out}"
     for name, text in translation.files.items():
@@ -567,6 +627,8 @@ def main(argv: list[str] | None = None) -> None:
     out.write_text(config_of(translation, start), encoding="utf-8")
     print("\n".join(map(printable, report_of(translation))))
     print(f"\n{out} is written: {len(translation.ours)} settings. Look at them, and start:\n    {start}")
+    if "model_name_or_path" not in translation.ours:
+        print("no model is named there: add --model_name_or_path")
     if "dataset_name" not in translation.ours:
         print("no data is named there: add --dataset_name FILE, or a dataset of the Hub")
         return

@@ -157,7 +157,9 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--other_data", action="store_true", help="sides may train on other data")
     parser.add_argument("--launcher", default="", help='"accelerate launch ..." in place of python')
     parser.add_argument("--output_dir", default="outputs/trial", help="(outputs/trial)")
-    args = parser.parse_args(words)
+    args, rest = parser.parse_known_args(words)
+    if rest:
+        raise UserError(f"unknown: {' '.join(rest)}; words for the scripts stand after -- at the end")
     for option in ("tokens", "cpu_seconds", "minutes"):
         value = getattr(args, option)
         if value is not None and not 0 < value < math.inf:
@@ -179,7 +181,8 @@ def sides_of(args: argparse.Namespace, shared: list[str]) -> list[Side]:
         except ValueError as error:
             raise UserError(f"side `{text}`: {error}; expected a script, and words of its own") from None
         if not script.endswith(".py") or not Path(script).is_file():
-            raise UserError(f"{script}: expected a script, like train_sft.py")
+            problem = "expected a script, like train_sft.py" if Path(script).exists() else "no such file"
+            raise UserError(f"{script}: {problem}")
         for word in [*shared, *own]:
             if word.split("=")[0] in SET_HERE:
                 raise UserError(f"{word}: the trial sets that itself (its own --output_dir stands before --)")

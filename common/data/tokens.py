@@ -173,7 +173,7 @@ def tokenize_completion(prompt: str, completion: str, tokenizer: Tokenizer) -> S
     """
     if tokenizer.chat_template:
         notes.add(
-            "plain text goes without the chat template (as chats: --columns instruction=prompt output=completion)"
+            "plain text goes without the chat template (as chats: columns called instruction and output, by --columns)"
         )
     before = tokenize_text(prompt, tokenizer)
     ids = tokenize_text(prompt + completion, tokenizer)

@@ -38,9 +38,13 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         if is_oom(error):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        hint = (
-            "" if Path(name).exists() else " (not a local folder; is it a Hub name, and the Hub reachable?)"
-        )
+        hint = ""
+        if not Path(name).exists():
+            hint = " (not a local folder; is it a Hub name, and the Hub reachable?)"
+        elif any(Path(name).glob("checkpoint-*")) and not Path(name, "config.json").exists():
+            hint = (
+                " (of a run that has not ended: the same command goes on with it; its checkpoints are models)"
+            )
         raise UserError(f"cannot load the {kind} {name}{hint}: {reason}") from None
     finally:
         transformers.utils.logging.set_verbosity(verbosity)

@@ -66,7 +66,8 @@ def describe(run: Any, model: FlatModel, example_name: str, reference: bool) -> 
     show_example(data[0], run.tokenizer, example_name, most=2)
     block = " in the first block" if args.dataset_streaming else ""
     steps = f"{plan['steps']} steps of {plan['examples_per_step']:g} {facts['batched_as']}s"
-    say(f"{len(data):,} {example_name}s{block}, {len(run.held_out):,} held out; {steps}")
+    held_out = sum(source["examples"] for source in facts["eval_sources"])
+    say(f"{len(data):,} {example_name}s{block}, {held_out:,} held out; {steps}")
     facts["marked"] = marked(data[0], run.tokenizer, example_name)
     return json.dumps(facts, indent=1, ensure_ascii=False)
 

@@ -226,7 +226,7 @@ class Metrics:
         values = self._write(step, values)
         self.first_eval = values | self.first_eval
         text = "  ".join(f"{name.removeprefix('eval_')} {short(value)}" for name, value in values.items())
-        say(f"[step {step}] eval: {text}")
+        say(f"[step {step}] eval: {text or 'no held-out rows (--eval_fraction 0.05), only samples'}")
         for sample in samples[:show]:
             say(f"    {quoted(text_of(sample['prompt']), 60)} -> {quoted(sample['completion'], 90)}")
         self.append("samples.jsonl", [{"step": step, **sample} for sample in samples])

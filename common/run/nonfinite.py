@@ -49,7 +49,7 @@ class NonFinite:
         if self.zero_gradients == MOST_ZERO:
             say(
                 f"step {step + 1}: the gradient was exactly 0 in {MOST_ZERO} steps in a row: nothing is trained; look at "
-                "the mask, the weights, or in GRPO at frac_reward_zero_std"
+                "the mask, the weights, or in GRPO at frac_reward_zero_std and completions/clipped_ratio in metrics.jsonl"
             )
         if bad:
             self._report(loss, norm, step, window)

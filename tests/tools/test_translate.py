@@ -232,6 +232,48 @@ trainer = GRPOTrainer(model="data/base_model", reward_funcs=reward_len, train_da
     assert re.search("reward_functions: reward_len.*--reward_funcs file.py:function", ours + said)
 
 
+def test_the_first_values_of_a_script_count(translated, tmp_path):
+    """What follows often evaluates or tests the model. Names of folders may be made of others."""
+    lines = """# or unsloth/SmolLM2
+model_id, folder = "data/base_model", "runs"
+train = load_dataset("json", data_files={"train": "data/sft/train.jsonl"}, split="train")
+held_out = load_dataset("data/dpo", split="test")
+args = SFTConfig(f"{folder}/{model_id}", learning_rate=1e-4, max_steps=count())
+model = AutoModelForCausalLM.from_pretrained(model_id, dtype="float32")
+again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto")
+"""
+    (tmp_path / "a.py").write_text(lines)
+    args, ours, _ = translated(tmp_path / "a.py")
+    assert args.dataset_name == ["data/sft/train.jsonl"] and args.model_name_or_path == "data/base_model"
+    assert (args.output_dir, args.learning_rate, args.dtype) == ("runs/data/base_model", 1e-4, "float32")
+    assert re.search("later_values: load_dataset.*dpo.*dtype=auto", ours) and "config of TRL" in ours
+    assert "computed_values: max_steps=count()" in ours
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        ("axolotl train a.yaml", "rl: gdpo: there is no script"),
+        ("b.py", "no call in it configures a training"),
+    ],
+)
+def test_a_method_that_is_not_here_is_no_other_one(words, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text("base_model: x\nrl: gdpo\ndatasets: [{path: y}]\n")
+    (tmp_path / "b.py").write_text("print(1)")
+    with pytest.raises(UserError, match=named):
+        translate.main(words.split())
+
+
+def test_variables_and_modules_of_a_command_line(translated, tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "base_model: data/base_model\ndatasets: [{path: data/sft, type: chat_template}]\n"
+    )
+    words = f"LEVEL=info accelerate launch --num_processes 2 -m axolotl.cli.train {tmp_path / 'a.yaml'}"
+    args, _, said = translated(*words.split())
+    assert args.dataset_name == ["data/sft"] and "launch -q --num_processes 2 train_sft.py" in said
+
+
 def test_a_script_without_a_dataset_is_told_so(translated, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.py").write_text('trainer = SFTTrainer(model="data/base_model", train_dataset=data)')
     monkeypatch.chdir(tmp_path)
@@ -261,7 +303,9 @@ args = SFTConfig(learning_rate=2e-4, max_steps=7, bf16=is_bfloat16_supported(), 
         assert (args.use_peft, args.lora_r, args.lora_alpha, args.max_length) == (True, 8, 16, 128)
         assert (args.learning_rate, args.max_steps, args.optim) == (2e-4, 7, "adamw_8bit")
         assert args.dataset_name == ["data/sft"] and "single_gpu.yaml" in ours
-        assert args.output_dir == "compute()"  # left for the reader, who sees it
+        assert args.output_dir == "outputs/sft" and re.search(
+            r"computed_values: output_dir=compute\(\)", ours
+        )
         (tmp_path / "ours.yaml").unlink()
 
 

@@ -396,7 +396,7 @@ def test_an_edited_config_is_noticed(fake):
         ("train_fake.py train_mine.py --metric entropy".split(), "is lower or higher better"),
         (["train_fake.py"], "two scripts or more, or one with --again"),
         (["train_fake.py", "train_fake.py"], "two sides are the same"),
-        (["train_fake.py", "train_theirs.py"], "train_theirs.py: expected a script"),
+        (["train_fake.py", "train_theirs.py"], "train_theirs.py: no such file"),
         (["train_fake.py", "train_mine.py --seed 3"], "--seed: the trial sets that itself"),
         (
             "train_fake.py train_mine.py -- --output_dir=x".split(),
@@ -406,6 +406,10 @@ def test_an_edited_config_is_noticed(fake):
         ("train_fake.py train_mine.py --tokens 0".split(), "--tokens 0: expected a number above 0"),
         (["train_fake.py", "train_mine.py --wait '0"], "No closing quotation"),
         (["train_fake.py", ""], "expected a script"),
+        (
+            ["train_fake.py", "train_mine.py", "--config", "a.yaml"],
+            "unknown: --config a.yaml; words for the scripts stand after --",
+        ),
         (
             ["train_fake.py --prompts SEED", "train_mine.py --prompts SEED"],
             "seed1 was evaluated on other prompts",
