@@ -150,7 +150,7 @@ def main(args: Args) -> None:
         return {"prompt": " ".join(text[:100].split()[:8])}
 
     prompts = load_eval_prompts(args, accelerator, tokenizer, train, held_out, prompt_of=first_words)
-    # else documents stay apart, and those of more than max_length tokens are cut
+    # joined documents are cut as one text; otherwise only documents of more than max_length tokens are cut
     is_joined = args.packing_strategy == "wrapped"
     train = chunk(train, args.max_length, across=is_joined)
     held_out = chunk(held_out, args.max_length, across=is_joined)
