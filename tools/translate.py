@@ -244,6 +244,12 @@ def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
 # --- translating --------------------------------------------------------------------------------------------
 
 
+def here_as(word: str) -> str:
+    """A word of a launcher; a config that is not there is ours of the same name, if there is one."""
+    ours = Path("accelerate_configs", Path(word).name)
+    return str(ours) if ours.suffix == ".yaml" and ours.exists() and not Path(word).exists() else word
+
+
 class Translation:
     """Their settings as ours: what to write, what needs nothing, and what is lost."""
 
@@ -257,7 +263,7 @@ class Translation:
         self.nothing: list[str] = []  # needs no setting here
         self.lost: list[tuple[str, str]] = []  # (setting of theirs, why)
         self.files: dict[str, str] = {}  # to write beside the config
-        self.launch = " ".join(theirs.launcher)
+        self.launch = " ".join(map(here_as, theirs.launcher))
         self.script = self.find_script()
         self.args_class = importlib.import_module(self.script.removesuffix(".py").replace("/", ".")).Args
         self.flags = defaults(self.args_class)
@@ -482,6 +488,9 @@ class Translation:
 
     add_dataset = add_eval_dataset = add_train_dataset = add_test_datasets = add_datasets
     add_dataset_mixture = add_dataset_mixer = add_pretraining_dataset = add_datasets
+
+    def add_dataset_prompt_column(self, name: str, value: str) -> None:
+        self.set("columns", [f"prompt={value}"], name)
 
     def add_dataset_dir(self, name: str, value: str) -> None:
         self.nothing.append(f"{name}: {value} (the names of dataset are looked up there)")

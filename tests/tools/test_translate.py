@@ -281,6 +281,13 @@ def test_a_script_without_a_dataset_is_told_so(translated, tmp_path, monkeypatch
     assert "no data is named there" in capsys.readouterr().out
 
 
+def test_a_launchers_config_of_a_known_name_is_the_one_here(translated):
+    words = "accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml grpo.py --dataset_name data/grpo"
+    args, _, said = translated(*words.split(), "--dataset_prompt_column", "problem")
+    assert "--config_file accelerate_configs/fsdp2.yaml train_grpo.py" in said
+    assert args.columns == ["prompt=problem"]
+
+
 def test_the_words_of_a_launcher_stay(translated):
     words = "accelerate launch --config_file theirs.yaml --num_processes 4 dpo.py --beta 0.5 --dataset_name data/dpo"
     args, _, said = translated(*words.split())
