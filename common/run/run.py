@@ -93,6 +93,7 @@ class Run:
         self.step = 0
         self.saved_step = 0
         self.unjudged = 0  # rollouts in a row without a reward
+        self.all_cut = False  # whether a line has said that no completion of a rollout ended by itself
         self.kept: dict[str, Any] = {}  # by `keep`
         if args.alert_webhook:  # before anything is written: the address is a secret
             self.parts["alerts"] = Alerts(args)
@@ -377,6 +378,11 @@ class Run:
             self.unjudged = 0
         if self.unjudged == 20:
             raise UserError("no reward function gave a number in 20 rollouts in a row (all returned None)")
+        if not self.all_cut and not any(completion.finished for completion in completions):
+            self.all_cut = True
+            say(
+                f"step {step}: all completions were cut at --max_completion_length: none ends with a stop token"
+            )
         if hasattr(completions[0], "advantage"):
             more["frac_idle_rollouts"] = float(not any(completion.advantage for completion in completions))
         self.metrics.add(**rollout_metrics(completions, rewards, group, lengths), **more)

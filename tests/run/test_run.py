@@ -95,18 +95,23 @@ def test_a_line_holds_what_was_done_since_the_last_one(tmp_path, monkeypatch):
     assert rows[-2]["num_tokens"] == 400
 
 
-def test_twenty_rollouts_in_a_row_without_a_reward_end_the_run(tmp_path):
+def test_twenty_rollouts_in_a_row_without_a_reward_end_the_run(tmp_path, capsys):
+    """And completions that are all cut are said, once."""
     run = Run.__new__(Run)
     run.unjudged = 0
+    run.all_cut = False
     run.metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
 
-    def log(number, reward):
-        same = {"ids": [1], "finished": True, "prompt": {"prompt": ""}, "text": "", "reward": math.nan}
+    def log(number, reward, finished=True):
+        same = {"ids": [1], "finished": finished, "prompt": {"prompt": ""}, "text": "", "reward": math.nan}
         for _ in range(number):
             run.log_rollout(1, [SimpleNamespace(rewards=[reward], **same)], [Reward("r", None)], 1)
 
     log(19, None)
     log(1, 0.0)
+    assert "all completions were cut" not in capsys.readouterr().out
+    log(2, 0.0, finished=False)
+    assert capsys.readouterr().out.count("all completions were cut at --max_completion_length") == 1
     log(19, None)
     with pytest.raises(UserError, match="in 20 rollouts in a row"):
         log(1, None)
