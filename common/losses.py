@@ -147,9 +147,8 @@ def dpo_loss(
     if loss_type in ("sigmoid", "sigmoid_norm", "simpo"):
         losses = -(1 - label_smoothing) * as_labelled - label_smoothing * flipped
     elif loss_type == "robust":
-        losses = (-(1 - label_smoothing) * as_labelled + label_smoothing * flipped) / (
-            1 - 2 * label_smoothing
-        )
+        unbiased = -(1 - label_smoothing) * as_labelled + label_smoothing * flipped
+        losses = unbiased / (1 - 2 * label_smoothing)
     elif loss_type == "exo_pair":
         share = label_smoothing or 1e-3
         right = as_labelled.exp() * (as_labelled - math.log1p(-share))

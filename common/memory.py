@@ -57,9 +57,8 @@ def memory(device: torch.device) -> Memory:
     limits = [psutil.virtual_memory().total]
     peak = now  # where the system does not tell
     with contextlib.suppress(OSError, IndexError):  # no /proc, or one without a peak (gVisor's)
-        status = Path(
-            "/proc/self/status"
-        ).read_text()  # not ru_maxrss, which is inherited from the parent process
+        # not ru_maxrss, which is inherited from the parent process
+        status = Path("/proc/self/status").read_text()
         peak = max(now, int(status.split("VmHWM:")[1].split()[0]) * 1024)
     for file in CONTAINER:
         with contextlib.suppress(OSError, ValueError):  # missing, or "max"

@@ -178,8 +178,11 @@ def read_python(text: str) -> dict[str, Any]:
         elif called.endswith("load_dataset"):
             names = ("path", "name")
             given = dict(zip(names, call.args, strict=False)) | keywords
-            source = {name: literal(node, constants) for name, node in given.items()}
-            source = {name: value for name, value in source.items() if value is not ...}
+            source = {}
+            for name, node in given.items():
+                value = literal(node, constants)
+                if value is not ...:
+                    source[name] = value
             if settings.setdefault("datasets", [source]) != [source]:
                 later.append(ast.unparse(call))
         elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
@@ -641,9 +644,8 @@ def main(argv: list[str] | None = None) -> None:
     if "dataset_name" not in translation.ours:
         print("no data is named there: add --dataset_name FILE, or a dataset of the Hub")
         return
-    parse_args(
-        translation.args_class, "", argv=["--config", str(out)]
-    )  # says what has no effect, or is wrong
+    # says what has no effect, or is wrong
+    parse_args(translation.args_class, "", argv=["--config", str(out)])
 
 
 if __name__ == "__main__":

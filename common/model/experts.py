@@ -175,7 +175,9 @@ class Experts:
         logits (T, E) and chosen (T, k) of each layer.
         """
         weights = _token_weights(batch)  # (T,)
-        L, E = self.shape
+        L = len(logits)
+        E = logits[0].shape[-1]
+        self.shape = (L, E)
         if self.shows_probabilities is None:  # checked once, because it synchronises with the device
             first = logits[0].detach()
             sums_to_1 = (first.float().sum(-1) - 1).abs() < 0.02

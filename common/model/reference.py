@@ -64,13 +64,17 @@ def score(args: CommonArgs, reference: Reference, examples: Examples) -> np.ndar
     say(f"reference: scoring {len(examples):,} pairs")
     accelerator = reference.accelerator
     order = np.argsort(examples.sizes, kind="stable").tolist()  # batches of similar lengths
-    num_sequences = len(examples[0])
-    sums = []  # of the sequences of each example of this process, and of its fillers
+    sums = []  # of the sequences of this process, in their order; a filler is the last
     for batch in eval_batches(examples, accelerator, args.per_device_eval_batch_size, order):
-        sums += reference.sums(batch).view(-1, num_sequences).tolist()
-    mine = order[accelerator.process_index :: accelerator.num_processes]
-    scored = gather_lists(accelerator, list(zip(mine, sums, strict=False)))
-    return np.array([values for _, values in sorted(scored)], np.float32).flatten()
+        sums += reference.sums(batch).tolist()
+    scored = []  # (index, log-probabilities of its sequences) of each example
+    first = 0
+    for i in order[accelerator.process_index :: accelerator.num_processes]:
+        end = first + len(examples[i])
+        scored.append((i, sums[first:end]))
+        first = end
+    scored = sorted(gather_lists(accelerator, scored))
+    return np.concatenate([values for _, values in scored]).astype(np.float32)
 
 
 def load_reference(

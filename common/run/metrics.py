@@ -52,9 +52,8 @@ class Metrics:
         self.carry: dict[str, list[float]] = {}  # reduced sums that a checkpoint kept for the next log line
         self.window_is_bad = False  # not trained on, so its values do not count
         self.bad_steps: list[int] = []  # steps that were skipped
-        self.notify: Callable[..., Any] = lambda *_: (
-            None
-        )  # passes events and lines on to the parts of the run
+        # passes events and lines on to the parts of the run
+        self.notify: Callable[..., Any] = lambda *_: None
         self.losses: list[float] = []  # recent logged losses, to detect a spike
         self.num_tokens = 0  # of the windows so far, over all processes
         self.first_eval: dict[str, float] = {}  # the first value of each metric of an evaluation

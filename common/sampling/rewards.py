@@ -47,11 +47,8 @@ MARKS = ("####", "Answer:", "\\boxed{")  # of the answer at the end of a text
 FORMULA = re.compile(  # a power, root or π; 2x, 1e2; 1/2; x+2; 2*x
     r"[\\^√π²³]|\d[A-Za-z]|/\s*\d|\b[A-Za-z](\s?[+*/]\s?|-|\s-\s)\d|\d\s?[-+*/]\s?[A-Za-z]\b"
 )
-ALWAYS_GIVEN = (
-    "prompts",
-    "completions",
-    "completion_ids",
-)  # to every function, beside the columns of the rows
+# Passed to every function, beside the columns of the rows.
+ALWAYS_GIVEN = ("prompts", "completions", "completion_ids")
 # Not allowed as a reward's name: evaluations have metrics of these names (eval_loss), samples these fields.
 RESERVED = {
     "loss",

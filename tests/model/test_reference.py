@@ -8,7 +8,7 @@ from common.data.examples import Examples
 from common.data.sources import Source
 from common.model.load import load_pretrained
 from common.model.lora import add_lora
-from common.model.reference import Reference, load_reference
+from common.model.reference import Reference, load_reference, score
 import numpy as np
 import pytest
 import torch
@@ -44,6 +44,24 @@ def test_scores_are_those_of_each_answer_alone(pairs, accelerator):
         assert sequence["ref_logps"] == pytest.approx(
             float((logps * torch.from_numpy(sequence["loss_mask"][1:])).sum()), abs=1e-4
         )
+
+
+def test_examples_may_differ_in_their_sequences(accelerator):
+    """Each sequence gets its own score, also where a script's `encode` gives one, two or three of them."""
+    lengths = [5, 9, 4, 7, 6, 8]
+    fields = {"input_ids": np.arange(39, dtype=np.uint16) % 50 + 2, "loss_mask": np.ones(39, np.uint8)}
+    examples = Examples([token_file(lengths, fields, each=2)], [Source("pairs")])
+    file = examples.files[0]
+    examples = Examples([file._replace(counts=np.array([1, 3, 2]))], [Source("mixed")])
+    model, _ = tiny_pair("llama")
+    reference = Reference(accelerator, model.eval())
+    found = score(CommonArgs(per_device_eval_batch_size=1), reference, examples)
+    alone_sums = []
+    for i in range(3):
+        for sequence in examples[i]:
+            batch = flat_batch([[sequence]], accelerator.device)
+            alone_sums.append(reference.sums(batch).item())
+    assert found.tolist() == pytest.approx(alone_sums, abs=1e-4)
 
 
 def test_a_reference_drops_its_model(pairs, accelerator):

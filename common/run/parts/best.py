@@ -7,11 +7,8 @@ from common.args import CommonArgs
 from common.errors import UserError, say
 from common.run.folder import checkpoint_at
 
-LOWER = (
-    "loss",
-    "perplexity",
-    "bits_per_byte",
-)  # metrics whose name contains one of these are better when lower
+# Metrics whose name contains one of these are better when lower.
+LOWER = ("loss", "perplexity", "bits_per_byte")
 SUITE = "eval_regression/"  # the start of its metrics' names
 HIGHER = ("accurac", "reward", "exact", "margin", "regression")
 

@@ -68,9 +68,8 @@ CHECKS: dict[str, Callable[[Any, Completed], bool]] = {
     "regex": lambda pattern, answer: re.search(pattern, answer.text, re.DOTALL) is not None,
     "number": lambda number, answer: final_number(answer.text) == float(number),
     "max_tokens": lambda most, answer: _whole(most) > 0 and answer.finished,
-    "reward": lambda spec, answer: bool(
-        _texts([spec])
-    ),  # only whether it is a text: Suite._judge calls the reward
+    # only whether it is a text: Suite._judge calls the reward
+    "reward": lambda spec, answer: bool(_texts([spec])),
 }
 FIELDS = ("id", "group", "prompt", "messages", "tools", *CHECKS)
 

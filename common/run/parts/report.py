@@ -65,13 +65,8 @@ STATES = {
 }
 OF_THE_MACHINE = ("device", "processor", "processes", "mixed_precision", "distributed", "commit", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
-NOT_DRAWN = (
-    "step",
-    "num_tokens",
-    "epoch",
-    "seconds",
-    "cpu_seconds",
-)  # the axes, and metrics that follow from them
+# The axes, and metrics that follow from them.
+NOT_DRAWN = ("step", "num_tokens", "epoch", "seconds", "cpu_seconds")
 # The order of the plots:
 FIRST = ("reward", "rewards/margins", "rewards/accuracies", "loss", "mean_token_accuracy")
 MIDDLE = ("loss", "completions/mean_length", "entropy", "kl")
