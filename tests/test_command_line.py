@@ -77,10 +77,11 @@ def test_numbers_outside_of_their_range_are_refused(script):
     shared = set() if script == "train_sft" else {name for name, _ in numeric_flags(CommonArgs)}
     flags = [flag for flag in numeric_flags(args_of(script)) if flag[0] not in shared]
     assert len(flags) > (2 if shared else 25)
+    defaults = parse(*DATA, script=script)
     for name, kind in flags:
         within = declared(args_of(script), name)["within"]
         assert within, f"{name}: arg(..., within=...) says which numbers make sense"
-        default = getattr(parse(*DATA, script=script), name)
+        default = getattr(defaults, name)
         for number in default if isinstance(default, list) else [default]:
             assert number is None or is_within(number, within)
         for word in STRANGE:

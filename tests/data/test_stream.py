@@ -302,9 +302,8 @@ def test_windows_over_a_stream_are_its_examples(tmp_path, tokenizer, options, ro
     assert found.start(25) == len(examples)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 90}])
-@pytest.mark.parametrize("before, after", [(1, 1), (1, 2), (4, 1)])
-def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, options, before, after):
+@pytest.mark.parametrize("before, after, options", [(1, 1, {}), (1, 2, {}), (4, 1, {"max_tokens": 90})])
+def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, before, after, options):
     sources = some(tmp_path, "several")
     old = in_windows(stream(tokenizer, *sources), 0, before, **options)
     examples = [len(old[step].examples) for step in range(10)]

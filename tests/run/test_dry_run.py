@@ -120,10 +120,15 @@ PEAKS += [
 PEAKS += [
     (kind, UNEQUAL, {}, "no") for kind in ("qwen3.5", "lfm2", "mamba2", "jamba", "zamba2") if kind in HYBRIDS
 ]
-# Some are enough by default: all take a minute.
-PEAKS = [
-    case if case[0] in ("llama", "lfm2") else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS
+# Enough by default: all take a minute.
+FAST = [
+    ("llama", UNEQUAL, {"recompute": False}, "bf16"),
+    ("llama", UNEQUAL, {"recompute": True}, "no"),
+    ("llama", [120], {}, "no"),
+    ("llama", UNEQUAL, {"lora": True, "recompute": True}, "no"),
+    ("lfm2", UNEQUAL, {}, "no"),
 ]
+PEAKS = [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in PEAKS]
 
 
 @pytest.mark.parametrize(("kind", "lengths", "settings", "mixed_precision"), PEAKS, ids=str)

@@ -425,16 +425,16 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
     assert not (output / "checkpoint-2").exists() and (output / "summary.json").exists()
 
 
-def test_a_run_that_fails_at_its_start_leaves_no_folder(tmp_path):
+@pytest.mark.parametrize("existing", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_fails_at_its_start_leaves_no_folder(existing, tmp_path):
     words = [sys.executable, "train_sft.py", *SFT, "--model_name_or_path", "no/such/model", "--output_dir"]
-    for existing in (False, True):
-        output = tmp_path / f"out{existing}"
-        if existing:
-            output.mkdir()
-            (output / "notes.txt").write_text("mine")
-        done = subprocess.run([*words, str(output)], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1 and "no/such/model" in done.stderr
-        assert output.exists() == existing and (not existing or (output / "notes.txt").read_text() == "mine")
+    output = tmp_path / "out"
+    if existing:
+        output.mkdir()
+        (output / "notes.txt").write_text("mine")
+    done = subprocess.run([*words, str(output)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "no/such/model" in done.stderr
+    assert output.exists() == existing and (not existing or (output / "notes.txt").read_text() == "mine")
 
 
 def test_a_run_that_is_refused_leaves_the_lock_of_the_other(tmp_path):

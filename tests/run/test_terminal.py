@@ -63,23 +63,24 @@ def test_the_time_left_goes_by_the_steps_of_this_process(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_log_has_a_line_for_each_logged_step_and_a_terminal_a_bar(terminal, tmp_path, token_cache):
-    output = tmp_path / "out"
-    words = [*SFT, *"--max_steps 4 --logging_steps 2 --eval_steps 0".split()]
-    words += ["--dataset_cache_dir", str(token_cache), "--output_dir", str(output)]
+def test_a_log_has_a_line_for_each_logged_step_and_a_terminal_a_bar(terminal, launch, tmp_path):
     ours, theirs = pty.openpty() if terminal else os.pipe()
     if terminal:
         termios.tcsetwinsize(theirs, (24, 100))
-    run = subprocess.Popen([sys.executable, "train_sft.py", *words], cwd=ROOT, stdout=theirs, stderr=theirs)
+    child = os.fork()
+    if child == 0:
+        sys.stdout = sys.stderr = os.fdopen(theirs, "w", buffering=1)
+        launch("sft", *SFT, *"--max_steps 4 --logging_steps 2 --eval_steps 0".split())
+        os._exit(0)
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # of a terminal at its end
         while part := os.read(ours, 65536):
             shown += part
     os.close(ours)
-    assert run.wait() == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     lines = re.findall(r"step (\d)/4: loss ([\d.]+), .* tok/s, \d\d:\d\d left", shown.decode())
-    logged = [(str(row["step"]), f"{row['loss']:.4f}") for row in read_metrics(output)]
+    logged = [(str(row["step"]), f"{row['loss']:.4f}") for row in read_metrics(tmp_path / "out")]
     assert [step for step, _ in logged] == ["2", "4"]
     assert lines == ([] if terminal else logged)
     assert (b"\r" in shown.replace(b"\r\n", b"")) == terminal  # a bar is drawn over itself

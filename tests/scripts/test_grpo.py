@@ -50,8 +50,6 @@ LOSSES = {
     | {"scale_rewards": "batch", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "kl": TWICE | {"beta": 0.3},
     "kl without correction": {"num_iterations": 2, "beta": 0.3, "use_bias_correction_kl": False},
-    "entropy": TWICE | {"entropy_coef": 0.2},
-    "less entropy": {"entropy_coef": -0.2},
     "entropy and kl": {
         "num_iterations": 2,
         "entropy_coef": -0.2,

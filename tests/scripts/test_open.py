@@ -162,6 +162,7 @@ RATERS = FIELDS | {
 }
 
 
+@pytest.mark.slow
 def test_an_answer_may_have_any_number_of_raters(train, tmp_path):
     """Each rating is a sequence of its own; their number differs from row to row."""
     rows = write_chats(tmp_path / "rows.jsonl", seed=0)

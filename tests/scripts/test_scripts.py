@@ -73,7 +73,7 @@ BASE = "--model_name_or_path data/base_model --eval_steps 0 --logging_steps 1"
 )
 def test_a_script_learns_and_leaves_everything_behind(stage, tmp_path):
     words, learned = RUNS[stage]
-    launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "sft" else [sys.executable]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch"] if stage == "dpo" else [sys.executable]
     folders = ["--output_dir", str(tmp_path / "out"), "--dataset_cache_dir", str(tmp_path / "cache")]
     run = run_script([*launcher, f"train_{stage}.py", *words.split(), *folders])
     assert run.returncode == 0, run.stderr[-6000:]

@@ -217,6 +217,7 @@ event = {"step": 0, "time": 1.0, "kind": "started", "text": "", "script": str(sc
 def fake(tmp_path, monkeypatch):
     """fake(*words): a trial of train_fake.py and copies of it in an empty folder; its exit code, and trial.json."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trial, "POLL", 0.01)
     Path("train_fake.py").write_text(FAKE)
     Path("train_mine.py").write_text(FAKE.replace("EDIT = 0.0", "EDIT = 0.3"))
 
