@@ -1,7 +1,7 @@
 """Translate another trainer's settings: `python -m tools.translate theirs.yaml`.
 
 Reads what TRL, transformers, LLaMA-Factory, axolotl, unsloth and the alignment-handbook call their settings: a
-YAML or JSON file, a Python script or notebook, or a command line:
+YAML or JSON file, a Python script or notebook, a shell script, or a command line:
 
     python -m tools.translate llamafactory-cli train examples/train_lora/qwen3_lora_sft.yaml learning_rate=1e-4
     python -m tools.translate trl dpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name pairs.jsonl --bf16
@@ -14,10 +14,13 @@ table, common/other_names.yaml; a setting that needs more than a name has a meth
 import argparse
 import ast
 import importlib
+import itertools
 import json
 import math
 from pathlib import Path
 import re
+import shlex
+from string import Template
 from typing import Any, NamedTuple
 
 from accelerate.tracking import get_available_trackers
@@ -61,6 +64,8 @@ class Theirs(NamedTuple):
 
 def read(words: list[str]) -> Theirs:
     """The settings that a file or a command line holds. Raises UserError."""
+    if words[0].endswith(".sh"):
+        words = command_in(Path(words[0])) + words[1:]
     launcher, hints, rest = split_command(words)
     settings: dict[str, Any] = {}
     text = ""
@@ -102,9 +107,40 @@ def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
             scripts.append(i)
     if words[0] not in LAUNCHERS or not scripts:
         return [], "", list(words)
-    launcher = words[2 : scripts[0]] if words[:2] == ["accelerate", "launch"] else []
-    launcher = [word for word in launcher if word != "-m"]
-    return launcher, words[scripts[0]], words[scripts[0] + 1 :]
+    before, script, rest = words[: scripts[0]], words[scripts[0]], words[scripts[0] + 1 :]
+    if before[:2] == ["accelerate", "launch"]:
+        return [word for word in before[2:] if word != "-m"], script, rest
+    if processes := re.search(r"--(?:nproc[_-]per[_-]node|num_gpus)[ =](\d+)", " ".join(before)):
+        rest = [*rest, f"--num_processes={processes[1]}"]
+    return [], script, rest
+
+
+def command_in(path: Path) -> list[str]:
+    """The longest command of a shell script that starts a training, with the variables that the script sets."""
+    text = text_of(path).replace("\\\n", "")
+    variables: dict[str, str] = {}
+    commands: list[list[str]] = [[]]
+    for line in text.splitlines():
+        line = re.sub(r"\$\{(\w+):?-([^}]*)\}", lambda found: variables.get(found[1], found[2]), line)
+        line = Template(line).safe_substitute(variables)
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:  # a text of several lines
+            continue
+        if words and words[0] == "export":
+            words = words[1:]
+        if len(words) == 1 and re.match(r"\w+=", words[0]):
+            name, _, value = words[0].partition("=")
+            variables[name] = value
+        for i, word in enumerate(words):
+            if word in (*LAUNCHERS, *PROGRAMS):
+                command = itertools.takewhile(lambda word: not re.match(r"[|;&<]|\d?>", word), words[i:])
+                commands.append(list(command))
+                break
+    longest = max(commands, key=len)
+    if len(longest) < 3:
+        raise UserError(f"{path}: no command in it starts a training ({', '.join(LAUNCHERS + PROGRAMS)})")
+    return longest
 
 
 def plain(word: str) -> Any:
@@ -125,14 +161,21 @@ def read_file(path: Path) -> dict[str, Any]:
     return found
 
 
+def text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
 def source_of(path: Path) -> str:
     """The text of a Python file, or of a notebook's cells without their commands."""
+    text = text_of(path)
+    if path.suffix == ".py":
+        return text
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".py":
-            return text
         cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    except (OSError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         raise UserError(f"{path}: {error}") from None
     lines = [line for cell in cells for line in "".join(cell).splitlines()]
     return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
@@ -460,6 +503,13 @@ class Translation:
         self.launch = f"--config_file accelerate_configs/deepspeed_zero{stage}.yaml"
         self.nothing.append(f"{name}: {value} (by accelerate launch)")
 
+    def add_num_processes(self, name: str, value: int) -> None:
+        """Of torchrun or deepspeed."""
+        if value > 1:
+            launch = self.launch.replace("single_gpu", "multi_gpu") or "--multi_gpu"
+            self.launch = f"{launch} --num_processes {value}"
+        self.nothing.append(f"{name}: {value} (by accelerate launch)")
+
     def add_steps_per_generation(self, name: str, value: int) -> None:
         """TRL counts micro-batches, here windows are counted; so in generation_batch_size completions."""
         given = self.theirs.settings
@@ -627,7 +677,9 @@ def main(argv: list[str] | None = None) -> None:
     args, words = parser.parse_known_args(argv)
     if not words:
         parser.error("name a file, or write a command line")
-    files = [word for word in words if Path(word).suffix in (".yaml", ".yml", ".json", ".py", ".ipynb")]
+    files = [
+        word for word in words if Path(word).suffix in (".yaml", ".yml", ".json", ".py", ".ipynb", ".sh")
+    ]
     out = Path(args.out or f"{Path(files[-1]).stem if files else 'translated'}_plainloop.yaml")
     if out.exists():
         raise UserError(f"{out} is there already: delete it, or name another by --out")

@@ -316,6 +316,30 @@ args = SFTConfig(learning_rate=2e-4, max_steps=7, bf16=is_bfloat16_supported(), 
         (tmp_path / "ours.yaml").unlink()
 
 
+def test_a_shell_script_is_read_as_the_shell_does(translated, tmp_path):
+    (tmp_path / "run.sh").write_text("""#!/bin/bash
+# torchrun --nproc_per_node 2 src/train.py --learning_rate 1
+export MODEL=data/base_model  # or another
+OUT="$HOME/out of ${MODEL}"
+RATE=${RATE:-2e-5}
+python --version
+CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 1 --nproc_per_node 2 src/train.py \\
+    --stage sft --model_name_or_path $MODEL --output_dir "$OUT" \\
+    --learning_rate ${RATE} --bf16 --cutoff_len=${LENGTH:-77} 2>&1 | tee --append $OUT/log
+echo done
+""")
+    args, _, said = translated(tmp_path / "run.sh")
+    assert (args.model_name_or_path, args.output_dir) == ("data/base_model", "$HOME/out of data/base_model")
+    assert (args.learning_rate, args.max_length) == (2e-5, 77)
+    started = (
+        "accelerate launch -q --config_file accelerate_configs/multi_gpu.yaml --num_processes 2 train_sft.py"
+    )
+    assert started in said
+    (tmp_path / "empty.sh").write_text("#!/bin/bash\nls *.py\n")
+    with pytest.raises(UserError, match="empty.sh: no command in it starts a training"):
+        translate.main([str(tmp_path / "empty.sh")])
+
+
 @pytest.mark.parametrize("words", [["none.yaml"], ["broken.yaml"], ["list.yaml"], ["broken.py"], ["words"]])
 def test_what_cannot_be_read_is_one_line(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
