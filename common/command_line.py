@@ -159,13 +159,18 @@ def _file(path: str, args_class: type[CommonArgs]) -> tuple[Values, list[Mistake
     """The values of a YAML file, and its mistakes."""
     origin = f"--config {path}"
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:  # without the line that it quotes: that may hold a secret
         raise UserError(f"{origin}: line {error.problem_mark.line + 1}: {error.problem}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"{origin}: {error}") from None
     if not isinstance(values, dict) or "config" in values:
         raise UserError(f"{origin}: expected `name: value` lines with the names of flags, without config")
+    names = [name.value for name, _ in yaml.compose(text).value]
+    for name in values:
+        if names.count(name) > 1:
+            raise UserError(f"{origin}: {name} is there twice")
     return checked(values, args_class, origin)
 
 

@@ -252,6 +252,7 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
         ("learning_rate: [1, 2]\n", "learning_rate"),
         ("seed: 1\n\tmax_steps: 2\n", "line 2"),
         ("seed: true\n", "seed"),
+        ("seed: 1\nmax_steps: 2\nseed: 2\n", "seed is there twice"),
         ("max_steps: 1.5\n", "max_steps"),
         ("learning_rte: 1\n", "learning_rate"),
         ("bf16: true\n", "bf16"),
