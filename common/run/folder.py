@@ -133,13 +133,16 @@ def refuse_foreign_folder(args: CommonArgs) -> None:
         if is_read and name and os.path.exists(name):
             if Path(name).resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"--output_dir {folder} holds the {name} of --{flag}: choose another")
-    if earlier_args(folder) is not None or read_args(folder):
+    if earlier_args(folder) is not None:
         return
-    for path in matching(folder, (*WEIGHTS, *MODEL, *LINES, *RUN_FILES)):
+    foreign = (*WEIGHTS, *MODEL, *LINES, *RUN_FILES)
+    if read_args(
+        folder
+    ):  # of a run that ended early, which has no weights; or a checkpoint, or a copy of a model
+        foreign = WEIGHTS
+    for path in matching(folder, foreign):
         if path.is_file():
-            raise UserError(
-                f"--output_dir {folder} holds {path.name}, which no run has written: choose another"
-            )
+            raise UserError(f"--output_dir {folder} holds {path.name}, but no run: choose another")
 
 
 def words_of(args: CommonArgs) -> Iterator[tuple[str, Any]]:

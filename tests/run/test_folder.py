@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from common.errors import UserError
-from common.files import write_manifest
+from common.files import find_damage, write_manifest
 from common.run import folder as module
 from common.run.folder import checkpoints, delete_run
 from common.run.run import Run
@@ -378,11 +378,18 @@ def test_a_script_that_changes_the_working_directory_writes_nowhere_else(launch,
 def test_foreign_files_are_not_written_over(name, launch, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
-    with pytest.raises(
-        UserError, match=f"holds {name}, which no run has written|whose args.yaml cannot be read"
-    ):
+    with pytest.raises(UserError, match=f"holds {name}, but no run|whose args.yaml cannot be read"):
         launch("sft", *SFT, "--max_steps", "1")
     assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+def test_the_model_of_a_checkpoint_or_a_copy_is_not_written_over(launch):
+    output = launch("sft", *SFT, *"--max_steps 2 --save_steps 2".split())
+    checkpoint = output / "checkpoint-2"
+    before = sorted(os.listdir(checkpoint))
+    with pytest.raises(UserError, match="holds model.safetensors, but no run"):
+        launch("sft", *SFT, "--max_steps", "1", "--output_dir", str(checkpoint))
+    assert find_damage(checkpoint) is None and sorted(os.listdir(checkpoint)) == before
 
 
 def test_what_is_read_does_not_lie_in_the_folder(launch, tmp_path):
