@@ -8,6 +8,7 @@ have the values that they had.
 
 import ast
 from collections.abc import Callable
+import contextlib
 from functools import partial
 import glob
 import hashlib
@@ -194,9 +195,10 @@ def _constants(names: dict[str, Any]) -> dict[str, Any]:
     """The constants at the top of a module, as JSON: numbers, texts, arrays and tensors, also within lists."""
     constants = {}
     for name, value in names.items():
-        content = _content(value)
-        if content is not None and not name.startswith("__"):
-            constants[name] = content
+        with contextlib.suppress(Exception):  # an object may raise even when its type is asked
+            content = _content(value)
+            if content is not None and not name.startswith("__"):
+                constants[name] = content
     return constants
 
 
