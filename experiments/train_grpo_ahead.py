@@ -425,7 +425,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         # out of memory: from the start, in smaller micro-batches, on all processes
         run.retry_smaller(gradients, window)
-        if args.rollout_server and not args.rollout_ahead and step % rollouts.updates_per_rollout == 0:
+        if args.rollout_server and not args.rollout_ahead:
             sampler.check(run.metrics)  # fails if servers sample with other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/

@@ -590,8 +590,7 @@ def main(args: Args) -> None:
         set_lr(optimizer, lr_at(step))
         # out of memory: from the start, in smaller micro-batches, on all processes
         run.retry_smaller(gradients, window)
-        if step % rollouts.updates_per_rollout == 0:
-            sampler.check(run.metrics)  # fails if servers sample with other weights
+        sampler.check(run.metrics)  # fails if servers sample with other weights
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm or math.inf)
         if run.is_finite(grad_norm, window):  # otherwise reported, counted, and its rows kept in bad_batches/
             optimizer.step()

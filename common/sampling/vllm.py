@@ -293,8 +293,8 @@ class RolloutServers:
         return ""
 
     def check(self, metrics: Any) -> None:
-        """End the run if a rollout, or one completion, was sampled from a model too far from the trained one.
-        Called on every process, after the gradients of its first window."""
+        """End the run if a window, or one completion in it, was sampled from a model too far from the trained
+        one. Called on every process, after the gradients of each window."""
         means = metrics.window_means()
         error = means.get("sampling/logp_difference", 0.0)
         error = max(error, means.get("sampling/completion_difference_max", 0.0))

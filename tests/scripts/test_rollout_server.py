@@ -128,25 +128,34 @@ def test_held_out_episodes_are_played_with_the_weights_of_now(launch, fake, tmp_
 
 
 class Drifting(FakeVLLM):
-    """A server whose second rollout is not from the weights that its answer to the probe is from: all of it,
-    or in 16 bits one completion of eight."""
+    """A server that samples some completions of the second rollout, by their places in it, from other weights than
+    its answer to the probe."""
+
+    places = ()
 
     def _complete(self, body):
         status, answer = super()._complete(body)
-        is_drifted = self.dtype == "float32" or body["seed"] == request_seed((42, 1, 3))
+        is_drifted = body["seed"] in [request_seed((42, 1, place)) for place in self.places]
         if self.counts(body) and self.reloads > 1 and is_drifted:
             scores = answer["choices"][0]["logprobs"]
             scores["token_logprobs"] = [logp - 1 for logp in scores["token_logprobs"]]
         return status, answer
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_each_rollout_is_compared_with_the_model(dtype, launch):
+@pytest.mark.parametrize(
+    ("dtype", "places", "windows"),
+    [("float32", range(8), 1), ("bfloat16", [3], 1), ("float32", range(8, 16), 2)],
+)
+def test_each_rollout_is_compared_with_the_model(dtype, places, windows, launch):
     with (
         Drifting(teacher(), max_model_len=1024, dtype=dtype) as server,
         pytest.raises(UserError, match="nats a token off"),
     ):
-        small = "--max_steps 3 --save_steps 0 --per_device_train_batch_size 8 --max_completion_length 8 --num_iterations 1"
+        server.places = places
+        small = (
+            f"--max_steps 4 --save_steps 0 --per_device_train_batch_size 8 --steps_per_generation {windows}"
+        )
+        small += " --max_completion_length 8 --num_iterations 1"
         small += " --entropy_coef 0.001"  # so that completions without advantage are run, too
         launch("grpo", *words("grpo", server.url, more=small))
     assert server.reloads == 2
