@@ -545,5 +545,14 @@ def test_a_module_that_raises_ends_nothing_and_an_editable_library_is_none_of_th
     assert cache.key_of(encode_text, base_tokenizer()) != before
 
 
+def test_a_set_is_its_elements(monkeypatch):
+    """Whose order may differ between two processes: here it is that in which they were added."""
+    keys = []
+    for words in ({0, 8}, {8, 0}, {8, 1}):
+        monkeypatch.setitem(globals(), "WORDS", words)
+        keys.append(cache.key_of(encode_text, base_tokenizer()))
+    assert keys[0] == keys[1] != keys[2]
+
+
 def encode_text(row, tokenizer, args):
     return row["text"]

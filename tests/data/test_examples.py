@@ -1,6 +1,7 @@
 """Packs that hold every example once, chunks that hold every token, micro-batches that cost about the
 same."""
 
+from itertools import pairwise
 import time
 
 from common.data.examples import best_fit, chunk, pack
@@ -61,11 +62,17 @@ def test_sources_do_not_share_a_pack(sources, bands, random):
 
 
 def test_examples_of_like_difficulty_share_a_pack():
+    """And easy packs come first, in the first half of the first epoch."""
     difficulty = np.random.default_rng(0).permutation(1000)
-    packs = pack(make_examples([lognormal(1000, most=500)], difficulty), 500)
+    examples = make_examples([lognormal(1000, most=500)], difficulty)
+    train = pack(Shuffled(examples, Order([1000], 0, difficulty=difficulty)), 500)
+    packs = train.examples
     for chosen, mean in zip(packs.members, packs.difficulty, strict=True):
         assert len({difficulty[i] // 100 for i in chosen}) == 1
         assert mean == pytest.approx(sum(difficulty[i] for i in chosen) / len(chosen))
+    first_half = [packs.difficulty[train.order[position]] for position in range(round(len(train) / 2))]
+    for band, later in pairwise(np.array_split(first_half, 10)):
+        assert band.max() < later.min()
 
 
 def test_packs_give_the_sequences_of_their_examples():

@@ -159,6 +159,18 @@ def test_the_loss_does_not_depend_on_the_split(kind, accelerator):
         assert shown["moe/unused_experts"].item() == pytest.approx((counts == 0).double().mean().item())
 
 
+def test_processes_share_the_loss_and_log_that_of_the_window(accelerator, monkeypatch):
+    """Two with the same rows: each adds half."""
+    model = wrap(make_lm("mixtral")).train()
+    model.experts = Experts(model.lm, aux_coef=1.0)
+    total, _, shown, _ = through(model, accelerator, SPLITS[1])
+    monkeypatch.setattr(accelerator, "reduce", lambda sums, _: 2 * sums)
+    half, _, shown_by_two, _ = through(model, accelerator, SPLITS[1])
+    assert half == pytest.approx(total / 2)
+    for name, value in shown.items():
+        assert shown_by_two[name].item() == pytest.approx(value.item()), name
+
+
 def test_recomputed_blocks_count_once(accelerator):
     found = []
     for recompute in (False, True):

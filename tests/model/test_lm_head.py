@@ -101,6 +101,8 @@ class Toy(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.lm_head = nn.Linear(D, V, bias=bias, dtype=dtype).requires_grad_(not frozen)
+        if frozen == "weight":
+            self.lm_head.bias.requires_grad_()
         nn.init.normal_(self.lm_head.weight, std=std)
         self.config = SimpleNamespace(
             get_text_config=lambda: SimpleNamespace(vocab_size=V, model_type="toy", **config)
@@ -168,6 +170,8 @@ def chunks(monkeypatch):
         ("gemma", False, False, 80, 4),
         ("gemma", True, False, 1, 100),
         ("gemma", True, True, 10**6, 4),
+        ("plain", True, "weight", 80, 4),
+        ("plain", True, "weight", 80, 100),
     ],
 )
 def test_results_are_those_of_full_logits(curve, bias, frozen, elements, rows, chunks):

@@ -206,7 +206,8 @@ def test_extra_modules_may_have_their_own_rate(optim):
         moved, rate = before[name] - p.detach(), 5e-3 if name.startswith("extra.") else 1e-3
         by_adamw = torch.allclose(moved, torch.full_like(moved, rate), rtol=1e-3, atol=1e-6)
         assert by_adamw == (optim == "adamw" or ".layers." not in name or "norm" in name), name
-    again = make_optimizer(args, model, extra_lr_multiplier=5.0)
+    again = make_optimizer(dataclasses.replace(args, weight_decay=0.1), model, extra_lr_multiplier=5.0)
+    assert [group["weight_decay"] for group in again.param_groups if "lr_multiplier" in group] == [0.0]
     again.load_state_dict(optimizer.state_dict())
     set_lr(again, 2e-3)
     assert sorted({group["lr"] for group in again.param_groups}) == pytest.approx([2e-3, 1e-2])

@@ -11,6 +11,7 @@ from common.data.types import all_trained
 from common.model.load import enable_gradient_checkpointing
 from common.model.lora import add_lora
 from common.model.wrap import wrap
+from common.run import dry_run
 from common.run.dry_run import estimate, nbytes
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 import transformers
 
 from tests.conftest import run_script
+from tests.data.rows import process
 from tests.tiny import HYBRIDS, SIZE, V, tiny_family
 
 GIB = 2**30
@@ -136,6 +138,24 @@ def test_the_peak_is_the_profiler_s(kind, lengths, settings, mixed_precision):
     model = make(kind, **settings)
     peak = measured(model, lengths, mixed_precision)
     assert estimated(model, lengths, mixed_precision=mixed_precision) == pytest.approx(peak, rel=0.1)
+
+
+def test_the_estimate_is_of_the_largest_part(monkeypatch):
+    """A micro-batch is computed in two parts here; a step has three on each of two processes."""
+    estimates = []
+
+    def estimate(_, lengths, **how):
+        estimates.append((lengths, how))
+        return {"total": 1.0}
+
+    monkeypatch.setattr(dry_run, "tokens_at_once", lambda *_: 50)
+    monkeypatch.setattr(dry_run, "estimate", estimate)
+    accelerator = process(world=2, accumulation=3)
+    accelerator.mixed_precision = "bf16"
+    accelerator.distributed_type = "MULTI_CPU"
+    dry_run.show_memory(CommonArgs(optim="muon"), accelerator, None, [10, 20, 40, 30], reference=True)
+    how = {"mixed_precision": "bf16", "accumulation": 6, "optim": "muon", "reference": True, "ddp": True}
+    assert estimates == [([40, 30], how | {"device": accelerator.device})]
 
 
 def test_later_micro_batches_start_with_gradients():

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 import torch
 
 from tests.conftest import ROOT, events_of, read_metrics, read_rows
+from tests.data.rows import process
 
 STAGES = {
     stage: [
@@ -61,6 +62,14 @@ def test_fp16_whose_scale_never_recovers_ends_the_run(tmp_path):
     with pytest.raises(UserError, match="step 20: .*3 in a row"):
         for step in range(25):
             assert watch.check(torch.tensor(math.inf), step, SimpleNamespace(examples=[], origins=None))
+
+
+def test_weights_that_are_nan_on_another_process_end_this_one_too(tmp_path):
+    accelerator = process(1, 2)
+    accelerator.reduce = lambda norm, _: norm + math.nan
+    watch = NonFinite(Metrics(accelerator, CommonArgs(output_dir=str(tmp_path))), None)
+    with pytest.raises(UserError, match="step 3: weights are NaN"):
+        watch.check_weights(torch.nn.Linear(2, 1), 3)
 
 
 def test_the_batches_of_so_many_steps_are_kept(tmp_path, monkeypatch, capsys):

@@ -44,20 +44,22 @@ def test_a_dry_run_shows_everything_and_leaves_the_output_folder_alone(stage, la
     said = capsys.readouterr().out
     assert not output.exists()
     assert f"source: {stage}\n" in said and "rows: 40\n  examples: 40" in said
-    for word in (
-        "eval_sources",
-        "p50",
-        "####",
-        "steps",
-        "steps_per_epoch",
-        "381,600",
-        "activations",
-        "dry run",
-    ):
+    for word in "eval_sources p50 #### steps_per_epoch 381,600 activations dry".split():
         assert word in said, word
     assert "reference model " not in said  # the demo of DPO computes its log-probabilities before
     assert said.count("with what is trained marked") == {"grpo": 0, "dpo": 2}.get(stage, 1)
     assert "[[" in said or stage == "grpo"
+
+
+@pytest.mark.parametrize(("words", "needs_another"), [("", True), ("--use_peft", False)])
+def test_a_dry_run_of_grpo(words, needs_another, launch, capsys):
+    """12 of 40 prompts give 6 updates. The reference of an adapter is the model itself."""
+    words += " --dry_run --beta 0.1 --per_device_train_batch_size 16 --num_generations 4"
+    words += " --steps_per_generation 3 --num_iterations 2"
+    launch("grpo", *STAGES["grpo"], *words.split())
+    said = capsys.readouterr().out
+    assert ("reference model " in said) == needs_another
+    assert "examples_per_step: 2.0" in said and "steps_per_epoch: 24" in said
 
 
 def test_a_dry_run_does_not_touch_a_run_that_is_there(launch, capsys):
@@ -94,10 +96,10 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
         packing["utilisation"] == pytest.approx(tokens / (packing["rows"] * 128))
         and packing["utilisation"] > 0.7
     )
-    assert (
-        lengths["mean"] == pytest.approx(tokens / 42)
-        and sum(count for *_, count in lengths["histogram"]) == 42
-    )
+    lows, highs, counts = zip(*lengths["histogram"], strict=True)
+    assert lengths["mean"] == pytest.approx(tokens / 42) and sum(counts) == 42
+    assert (lows[0], highs[-1]) == (lengths["min"], lengths["max"])
+    assert lows[1:] == tuple(high + 1 for high in highs[:-1])
     assert facts["plan"]["steps"] == 2 and facts["model"]["parameters"] == {"trained": 381600, "all": 381600}
 
 

@@ -55,6 +55,7 @@ TABLE = [
     ("grpo", f"{GRPO} --loss_type cispo --epsilon_high 0.28", "--epsilon_high"),
     ("grpo", f"{GRPO} --loss_type cispo", "--epsilon_high"),
     ("grpo", f"{GRPO} --temperature 0", "--temperature"),
+    ("grpo", f"{GRPO} --save_best reward --eval_steps 3 --num_iterations 2", "multiple of steps_per"),
     ("grpo", f"{GRPO} --reward_weights 1 2 3", "--reward_weights"),
     ("grpo", f"{ONE} rewards.py:fails", "fails"),
     ("grpo", f"{ONE} rewards.py:short", "short"),

@@ -316,15 +316,17 @@ def test_evaluation_completes_held_out_prompts(launch, model, tmp_path):
     "stage", ["grpo", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("ppo", "distill"))]
 )
 def test_prompts_of_a_file_are_made_as_those_of_training(stage, launch, model, tmp_path):
-    """Of --eval_prompts, with the system prompt, and within the length."""
+    """Of --eval_prompts, with the system prompt, and within the length. Functions of their own have no sum:
+    the weights are those of training's."""
     rows = [{"question": "Hi"}, {"prompt": chat("Hi", system="Sing.")}, {"prompt": "word " * 99}]
     words = ["--dataset_name", write_rows(tmp_path / "train.jsonl", text_rows()), "--max_prompt_length", 60]
     words += ["--eval_prompts", write_rows(tmp_path / "prompts.jsonl", rows), "--system_prompt", "Be short."]
-    words += ["--columns", "prompt=question"]
+    words += ["--columns", "prompt=question", "--eval_reward_funcs", "length:2"]
     words += ["--reward_funcs", "length:4"] if stage != "distill" else ["--teacher_model_name_or_path", model]
     words += ["--num_generations", 2] if stage == "grpo" else []
     words += ["--max_completion_length", 2, "--max_steps", 1, "--eval_max_new_tokens", 2, "--eval_steps", 1]
     run = watched(launch, stage, model, *words, extra=4 * (stage == "ppo"))
+    assert [name for name in run.evals[0] if "length" in name or "reward" in name] == ["eval_length"]
     seen = [row["prompt"] for row in read_rows(run.output / "samples.jsonl")]
     assert (
         len(seen) % 2 == 0

@@ -112,9 +112,14 @@ def test_holm_by_hand():
 
 
 def test_the_seeds_that_a_difference_needs():
-    """A difference of one standard deviation takes 10 pairs for 80 % (Cohen 1988, table 2.4.1)."""
+    """A difference of one standard deviation takes 10 pairs for 80 % (Cohen 1988, table 2.4.1); more where it
+    is one of several that are tested."""
     spread = np.array([0.0, 2.0]) * math.sqrt(0.5)  # of deviation 1
-    assert seeds_needed(over_seeds(spread - spread.mean() + 1)) == 10
+    estimate = over_seeds(spread - spread.mean() + 1)
+    assert seeds_needed(estimate) == 10
+    rows = [{"p": 0.5, "estimate": estimate, "difference": 1.0, "sign": 1} for _ in range(3)]
+    trial_verdict.judge(rows, 0.05)
+    assert {row["needs"] for row in rows} == {seeds_needed(estimate, 0.05 / 3)} != {10}
     assert seeds_needed(over_seeds(spread - spread.mean() + 1e-6)) is None
     of_prompts = np.array([[1.0, -1.0, 0.5]] * 2) + np.array([[0.01], [-0.01]])
     assert seeds_needed(over_seeds_and_prompts(of_prompts)) is None
