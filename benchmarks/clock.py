@@ -37,7 +37,6 @@ class Clock:
         }
 
     def begin(self) -> None:
-        self.result["before_mib"] = resident()
         self._stamp()
 
     def step(self) -> None:

@@ -212,9 +212,7 @@ def compare(
             "cpu_rate": spread([rate(r, amounts(name, r), "cpu") for r in results]),
             "steps": len(results[0]["wall"]) - 1,
             "peak_mib": spread([r["peak_mib"] for r in results]),
-            "training_mib": spread([r["peak_mib"] - r["before_mib"] for r in results]),
             "to_first_step_s": spread([r["to_first_step_s"] for r in results]),
-            "first_losses": results[0]["loss"][:LOSSES],
         }
         batches = results[0]["batches"]
         if batches:

@@ -137,46 +137,7 @@ def peer(kind: str, path: Path, tokenizer: Tokenizer, work: Path) -> tuple[float
     return tokenised - began, time.perf_counter() - tokenised, tokens
 
 
-# --- the parts of a run -------------------------------------------------------------------------------------
-
-
-def loader_share() -> float:
-    """The share of the time of training that goes into making the batches: the demo's model on the demo's
-    chats."""
-    code = """
-import time, train_sft
-from common.command_line import parse_args
-from common.collators import Window, Windows
-from common.run import Run
-spent = [0.0]
-def timed(function):
-    def inner(*args):
-        began = time.perf_counter()
-        result = function(*args)
-        spent[0] += time.perf_counter() - began
-        return result
-    return inner
-iterate = Window.__iter__
-Window.__iter__ = timed(lambda window: iter(list(iterate(window))))  # all micro-batches at once, inside the clock
-Window.count, Windows.__getitem__ = timed(Window.count), timed(Windows.__getitem__)
-steps, began = Run.steps, []
-def watched_steps(run, *args):
-    spent[0] = 0.0
-    began.append(time.perf_counter())
-    yield from steps(run, *args)
-def finish(run, try_next):
-    print("SHARE", spent[0] / (time.perf_counter() - began[0]))
-Run.steps, Run.finish = watched_steps, finish
-words = ["--max_steps", "200", "--eval_steps", "0", "--save_steps", "0", "--output_dir", OUT, "--dataset_cache_dir", CACHE]
-words += ["--model_name_or_path", "data/base_model", "--config", "data/configs/sft.yaml"]
-train_sft.main(parse_args(train_sft.Args, "data/configs/sft.yaml", argv=words))
-"""
-    with tempfile.TemporaryDirectory() as work:
-        code = code.replace("OUT", repr(f"{work}/out")).replace("CACHE", repr(f"{work}/cache"))
-        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    if found.returncode:
-        raise SystemExit(found.stdout + found.stderr)
-    return float(found.stdout.split("SHARE")[1].split()[0])
+# --- a large corpus ------------------------------------------------------------------------------------------
 
 
 def large_corpus(megabytes: int) -> dict[str, float]:
@@ -258,8 +219,6 @@ def main() -> None:
             )
             results[kind] = table
             print(kind, json.dumps(table), flush=True)
-    results["loader_share_of_a_step"] = round(loader_share(), 5)
-    print("loader share of a step", results["loader_share_of_a_step"], flush=True)
     if args.corpus_mb:
         results["corpus"] = large_corpus(args.corpus_mb)
         print(json.dumps(results["corpus"]), flush=True)

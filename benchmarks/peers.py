@@ -125,10 +125,7 @@ def trl_grpo(spec: dict, clock: Clock) -> None:
         train_dataset=Dataset.from_list(read_jsonl(spec["rows"])),
         callbacks=[StepClock(clock)],
     )
-    clock.result["stop_ids"] = trainer.eos_token_ids
     trainer.train()
-    if "save" in spec:
-        trainer.save_model(spec["save"])
 
 
 def text_rows(spec: dict) -> list[dict]:
