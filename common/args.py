@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from common.files import replace_text
 import yaml
 
 # What a new value of an argument changes in a run that resumes from a checkpoint. Without an entry the run
@@ -304,8 +305,7 @@ ARGUMENT_GROUPS = (ModelArgs, DataArgs, BatchArgs, OptimizerArgs, EvalArgs, RunA
 
 def save_args(args: CommonArgs, path: Path) -> None:
     """Write every argument with its value, so that `--config <path>` repeats the run."""
-    text = yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True)
-    path.write_text(text, encoding="utf-8")
+    replace_text(path, yaml.safe_dump(dataclasses.asdict(args), sort_keys=False, allow_unicode=True))
 
 
 def may_change(args_class: type[CommonArgs]) -> dict[str, MayChange]:

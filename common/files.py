@@ -40,6 +40,15 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def flush_all(folder: Path) -> None:
+    """Flush all that a folder holds to disk. Whoever may read the folder may read its files, too: those that
+    safetensors writes are the owner's alone."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(folder.stat().st_mode & 0o666)
+        flush(path)
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write that takes the place of another at the end: a kill leaves the old one or the new one."""
@@ -65,8 +74,7 @@ def new_folder(final: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for path in temporary.iterdir():
-            flush(path)
+        flush_all(temporary)
         os.rename(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -86,16 +94,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_manifest(folder: Path) -> None:
-    """Flush all files and folders to disk, and list the files with size and hash in manifest.json. Whoever may
-    read that may read all."""
+    """Flush all files and folders to disk, and list the files with size and hash in manifest.json."""
+    flush_all(folder)
     files = {}
     manifest = folder / "manifest.json"
-    manifest.touch()
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path != manifest:
-            shutil.copymode(manifest, path)  # safetensors' files are the owner's alone
             files[path.relative_to(folder).as_posix()] = (path.stat().st_size, file_hash(path))
-        flush(path)
     manifest.write_text(json.dumps({"files": files}, indent=1))
     flush(manifest)
     flush(folder)

@@ -43,8 +43,6 @@ def write_merged(
             lm.generation_config = GenerationConfig.from_pretrained(adapter)
     make_savable(lm)
     save_rounded(lm, folder, part_of(lm, lm.state_dict(), ""), dtype_of(config))
-    for file in folder.glob("*.safetensors"):  # they are the owner's alone
-        shutil.copymode(folder / "config.json", file)
     if Path(adapter, EXTRA).exists():
         shutil.copyfile(Path(adapter, EXTRA), Path(folder, EXTRA))
 

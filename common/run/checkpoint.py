@@ -23,7 +23,7 @@ from accelerate.utils import DistributedType
 from common.args import CommonArgs, save_args
 from common.data.types import Tokenizer
 from common.errors import UserError, quoted, say
-from common.files import flush, write_manifest, writing
+from common.files import flush, flush_all, write_manifest, writing
 from common.model.flat_model import FlatModel
 from common.model.merge import write_merged
 from common.model.save import EXTRA, SHARDS, copy_model, gather_weights, write_model
@@ -158,10 +158,7 @@ def export(
             shutil.rmtree(folder)
         if best and (best / EXTRA).exists():  # model.extra is beside the shards, not in them
             shutil.copyfile(best / EXTRA, temporary / EXTRA)
-        for file in temporary.rglob("*"):
-            if file.is_file():
-                file.chmod(temporary.stat().st_mode & 0o666)  # safetensors' files are the owner's alone
-            flush(file)
+        flush_all(temporary)
         names = os.listdir(temporary)
         for name in names:
             target = output_dir / name

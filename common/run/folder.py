@@ -324,8 +324,7 @@ def write_settings(args: CommonArgs, script: str, inputs: dict[str, str]) -> Non
     if args.overwrite_output_dir and earlier_args(folder) is not None:
         delete_run(folder)
     (folder / "summary.json").unlink(missing_ok=True)  # it marks a complete run
-    save_args(args, folder / ".args.yaml.tmp")
-    os.replace(folder / ".args.yaml.tmp", folder / "args.yaml")
+    save_args(args, folder / "args.yaml")
     Path(folder, Path(script).name).write_bytes(Path(script).read_bytes())  # it may be the same file
     (folder / "inputs.json").write_text(json.dumps(inputs, indent=1, ensure_ascii=False), encoding="utf-8")
 
