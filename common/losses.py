@@ -4,8 +4,7 @@ Everything starts from per-token log-probabilities `logps` (T,) of a flat row: `
 tokens before it in the same sequence)`, 0 if token t is not a target. Nothing here takes a mean: the caller
 divides by the size of the whole window (all micro-batches of all processes), so that the gradient does not
 depend on how the window is split. The masked cross-entropy that the scripts train with is in model/lm_head.py, where
-its gradient is computed together with the log-probabilities; `nll` is the same from log-probabilities that are
-there.
+its gradient is computed together with the log-probabilities.
 
 Shape letters: T tokens of the flat row, S sequences in it, B pairs, P prompts, G completions per prompt,
 C completions, F reward functions.
@@ -54,11 +53,6 @@ def segment_ids(cu_seqlens: Tensor, T: int) -> Tensor:
     lengths = cu_seqlens.diff()
     index = torch.arange(len(lengths), device=cu_seqlens.device)
     return torch.repeat_interleave(index, lengths, output_size=T)
-
-
-def nll(logps: Tensor, loss_mask: Tensor) -> Tensor:
-    """Masked cross-entropy, summed: -sum of the log-probabilities of the trained tokens. (T,), (T,) -> ()."""
-    return -(logps * loss_mask).sum()
 
 
 # --- DPO and its family -------------------------------------------------------------------------------------
@@ -199,7 +193,7 @@ def combine_rewards(rewards_per_func: Tensor, weights: Tensor) -> Tensor:
     return total.masked_fill(rewards_per_func.isnan().all(-1), float("nan"))
 
 
-def group_advantages(rewards: Tensor, scale_rewards: str = "group", estimator: str = "grpo") -> Tensor:
+def group_advantages(rewards: Tensor, scale_rewards: str, estimator: str = "grpo") -> Tensor:
     """Rewards relative to the group: (P, G) -> (P, G). Shao et al. 2024 (arXiv 2402.03300), eq. 3's Â.
 
     `(r - mean of the group) / (std + 1e-4)`, unbiased std of the group ("group"), of all rewards ("batch"),
