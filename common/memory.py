@@ -78,7 +78,7 @@ def tokens_at_once(accelerator: Any, model: nn.Module) -> float:
     return max(least, CACHED_NUMBERS // model.config.get_text_config().hidden_size)
 
 
-def relieve(device: torch.device, above: float | None = None) -> bool:
+def relieve(device: torch.device, above: float | None) -> bool:
     """Empty the allocator's caches if they and the tensors take more than this share of the memory. Returns
     whether they were emptied.
 

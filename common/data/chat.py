@@ -157,12 +157,10 @@ def switches_to_try(tokenizer: Tokenizer, given: Switches | None = None) -> list
     return tried
 
 
-def whole_text(
-    messages: list[Message], tokenizer: Tokenizer, tools: Tools = None, switches: Switches | None = None
-) -> str:
+def whole_text(messages: list[Message], tokenizer: Tokenizer, tools: Tools, switches: Switches) -> str:
     """The text of a whole chat, without the header of a further answer. Raises as `answers` does."""
     chat, tools = prepare(messages, tools, tokenizer)
-    text = apply_template(chat, tokenizer, tools, switches or {})
+    text = apply_template(chat, tokenizer, tools, switches)
     _check_messages(text, chat, answers_too=True)
     thoughts = [thought for message in chat if (thought := message.get("thinking"))]
     if thoughts and not any(thought.strip() in text for thought in thoughts):

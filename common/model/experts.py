@@ -109,7 +109,7 @@ class Experts:
         finish   the metrics
     """
 
-    def __init__(self, lm: nn.Module, aux_coef: float = 0.0):
+    def __init__(self, lm: nn.Module, aux_coef: float):
         """lm: the transformers model, a mixture of experts."""
         E, self.chosen_experts = routing_size(lm)
         self.shape = len(expert_modules(lm)), E  # (L, E)

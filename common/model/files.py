@@ -50,7 +50,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         transformers.utils.logging.set_verbosity(verbosity)
 
 
-def is_adapter(name: str | Path | None, revision: str | None = None) -> bool:
+def is_adapter(name: str | Path | None, revision: str | None) -> bool:
     """Whether a folder, or a repository on the Hub, holds an adapter rather than a model."""
     if name is None:
         return False

@@ -99,7 +99,7 @@ def map_logits(
     hidden: Tensor,
     rows: Tensor,
     function: Callable[[Tensor, Tensor], Tensor],
-    temperature: float = 1.0,
+    temperature: float,
 ) -> Tensor:
     """Apply function(logits (n, V) float32, rows (n,)) -> (n, ...) chunk by chunk; returns the results
     concatenated, (N, ...).

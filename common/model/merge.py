@@ -62,7 +62,7 @@ def merge_adapter(
 
 
 def policy_writer(
-    accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None = None
+    accelerator: Accelerator, model: nn.Module, dtype: torch.dtype | None
 ) -> Callable[[Path], None]:
     """A function that writes the current language model alone, with the trained adapter merged into it, in a
     dtype.

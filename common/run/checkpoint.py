@@ -229,7 +229,7 @@ def resume(
     return state
 
 
-def load_extra(model: FlatModel, checkpoint: Path | None, start: str | None = None) -> None:
+def load_extra(model: FlatModel, checkpoint: Path | None, start: str | None) -> None:
     """Load the script's own modules in `model.extra`, before Accelerate prepares the model: from a
     checkpoint, or, at the start of a run, from the folder of its model, if an earlier stage had the same
     ones."""

@@ -14,6 +14,7 @@ import numpy as np
 
 BINS = 8  # of the length histogram
 SHOWN = 3000  # characters shown of an example
+LIMITS = "--max_length, or in GRPO --max_prompt_length and --max_completion_length"
 
 
 def describe(run: Any, model: FlatModel, example_name: str, reference: bool) -> str:
@@ -26,11 +27,7 @@ def describe(run: Any, model: FlatModel, example_name: str, reference: bool) -> 
     """
     args = run.args
     windows = run.windows
-    limits = []
-    for name in vars(args):
-        if name.startswith("max_") and name.endswith("_length"):
-            limits.append(f"--{name}")
-    check_positions(model, max(windows.longest, run.held_out.longest), " and ".join(limits))
+    check_positions(model, max(windows.longest, run.held_out.longest), LIMITS)
     about_model = describe_model(args, model, run.tokenizer)
     show_model(about_model)
     on_gpu = run.accelerator.device.type == "cuda"

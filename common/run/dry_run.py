@@ -147,7 +147,7 @@ class Live(TorchDispatchMode):
     """Counts the bytes of the tensors made under it: of those that are alive (`now`), and the most so far
     (`most`). Views of the tensors in `known`, and tensors changed in place, are not new."""
 
-    def __init__(self, known: Iterable[Tensor] = ()):
+    def __init__(self, known: Iterable[Tensor]):
         super().__init__()
         self.now = 0
         self.most = 0
