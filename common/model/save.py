@@ -110,13 +110,13 @@ def _name_dtype(path: Path, dtype: str) -> None:
 
 
 def copy_model(checkpoint: Path, folder: Path, dtype: str | None, *, trust_remote_code: bool = False) -> None:
-    """Write the model, or the adapter, of a checkpoint to a folder, without its tokenizer. dtype: as in
-    write_model."""
+    """Write the model, or the adapter, of a checkpoint to a folder, without tokenizer and `model.extra`. dtype: as
+    in write_model."""
     from transformers import AutoModelForCausalLM
 
-    names = [EXTRA]
+    names = []
     if (checkpoint / "adapter_config.json").exists():
-        names += ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
+        names = ["adapter_config.json", "adapter_model.safetensors", "generation_config.json"]
     else:
         lm = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype="auto", trust_remote_code=trust_remote_code

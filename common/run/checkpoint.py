@@ -64,8 +64,7 @@ def save_checkpoint(
     kind = accelerator.distributed_type
     is_fsdp = kind == DistributedType.FSDP
     shards = is_fsdp and sharded.writes_shards(accelerator, wrapper)
-    modules = sharded.gather_extra(wrapper) if shards else {}
-    weights = {} if shards else gather_weights(accelerator, model)
+    weights = sharded.gather_extra(wrapper) if shards else gather_weights(accelerator, model)
     states = {}
     for name, value in (kept or {}).items():
         states[name] = kept_state(accelerator, name, value)
@@ -75,10 +74,10 @@ def save_checkpoint(
         for folder in output_dir.glob(".checkpoint-*.tmp"):  # left by a save that was killed
             shutil.rmtree(folder, ignore_errors=True)
         temporary.mkdir(parents=True)
-        if shards:
-            sharded.write_without_weights(temporary, wrapper, modules, tokenizer)
-        else:
-            write_model(temporary, wrapper, weights, tokenizer)
+        write_model(temporary, wrapper, weights, tokenizer)
+        if shards:  # beside them lie the configuration, the tokenizer, and `model.extra`, whole
+            for file in matching(temporary, ["model*.safetensors*"]):
+                file.unlink()
         if kind not in (DistributedType.FSDP, DistributedType.DEEPSPEED):
             torch.save(optimizer.state_dict(), temporary / "optimizer.pt")
         if states:
@@ -156,7 +155,7 @@ def export(
         if args.merge_lora:
             write_merged(folder, temporary, **trust)
             shutil.rmtree(folder)
-        if best and (best / EXTRA).exists():  # model.extra is beside the shards, not in them
+        if best and (best / EXTRA).exists():
             shutil.copyfile(best / EXTRA, temporary / EXTRA)
         flush_all(temporary)
         names = os.listdir(temporary)

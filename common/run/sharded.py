@@ -21,12 +21,10 @@ from accelerate.utils import (
     save_fsdp_optimizer,
 )
 from common.args import CommonArgs
-from common.data.types import Tokenizer
 from common.errors import UserError
 from common.model.flat_model import FlatModel
-from common.model.save import EXTRA, SHARDS
+from common.model.save import SHARDS
 from common.processes import gather_lists, unsharded
-from safetensors.torch import save_file
 import torch
 
 
@@ -71,24 +69,11 @@ def writes_shards(accelerator: Accelerator, model: FlatModel) -> bool:
     return sharded and not hasattr(model.lm, "peft_config")
 
 
-def write_without_weights(
-    folder: Path, model: FlatModel, extra: dict[str, torch.Tensor], tokenizer: Tokenizer
-) -> None:
-    """Write what lies beside the shards: configuration, tokenizer, and `model.extra`, whole. On the main
-    process."""
-    model.lm.save_pretrained(folder, state_dict={})
-    for file in folder.glob("model*.safetensors*"):
-        file.unlink()
-    tokenizer.save_pretrained(folder)
-    if extra:
-        save_file(extra, folder / EXTRA)
-
-
 def gather_extra(model: FlatModel) -> dict[str, torch.Tensor]:
-    """The weights of `model.extra`, whole. Called on every process."""
+    """The weights of `model.extra`, whole, by their names in the FlatModel. Called on every process."""
     weights = {}
     for name, w in model.extra.state_dict().items():
-        weights[name] = unsharded(w).detach().cpu().contiguous()
+        weights[f"extra.{name}"] = unsharded(w)
     return weights
 
 
