@@ -1,6 +1,5 @@
 """Non-finite numbers: a step with a NaN or an infinity is skipped, and its batch is kept for inspection."""
 
-import contextlib
 import math
 from typing import Any
 
@@ -57,16 +56,12 @@ class NonFinite:
 
     def _report(self, loss: float, norm: float, step: int, window: Window) -> None:
         metrics = self.metrics
-        accelerator = metrics.accelerator
         metrics.bad_steps.append(step + 1)
         what = f"{'a finite' if math.isfinite(loss) else 'a NaN or infinite'} loss, gradient norm {norm:g}"
         metrics.event("bad", step + 1, what)
         file = f"bad_batches/step-{step + 1}.jsonl"
         kept = f"its batch is in {metrics.output_dir / file}"
         if len(metrics.bad_steps) <= MOST_KEPT:
-            if accelerator.is_main_process:
-                with contextlib.suppress(OSError):  # of the same step before the run was resumed
-                    (metrics.output_dir / file).unlink()
             metrics.append(file, self._rows(window))
         else:
             kept = f"its batch is not kept: those of {MOST_KEPT} other steps are there"
