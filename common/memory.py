@@ -3,13 +3,13 @@ at once."""
 
 import contextlib
 import ctypes
-import gc
 import math
 from pathlib import Path
 import platform
 from typing import Any, NamedTuple
 
 from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
 import numpy as np
 import psutil
 import torch
@@ -95,12 +95,10 @@ def relieve(device: torch.device, above: float | None) -> bool:
 
 def empty_caches(device: torch.device) -> None:
     """Release memory that no tensor uses."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
-    elif platform.libc_ver()[0] == "glibc":  # it keeps freed memory for the next request
+    clear_device_cache(garbage_collection=True)
+    if (
+        device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+    ):  # it keeps freed memory for the next request
         ctypes.CDLL(None).malloc_trim(0)
 
 

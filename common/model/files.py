@@ -37,7 +37,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     except Exception as error:  # a folder may hold anything
         if is_oom(error):
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        reason = f"{type(error).__name__}: {error}"[:400]
         hint = ""
         if not Path(name).exists():
             hint = " (not a local folder; is it a Hub name, and the Hub reachable?)"

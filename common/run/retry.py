@@ -98,7 +98,7 @@ class Retry:
             except Exception as error:
                 if not is_oom(error):
                     raise
-                reason = " ".join(str(error).split())[:160] or type(error).__name__
+                reason = str(error)[:160] or type(error).__name__
             finally:
                 self._in_gradients = False
             # The exception is gone by now, and with it the frames that held the failed attempt's tensors.

@@ -407,7 +407,7 @@ def load_reward_model(name: str, device: torch.device) -> Callable[..., list[flo
             )
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = str(error)[:200]
         known = "exact_number, regex:PATTERN, length:N, file.py:function, package.function, or a reward model"
         raise UserError(f"neither a known function nor a reward model ({known}): {reason}") from None
 
