@@ -96,9 +96,8 @@ def relieve(device: torch.device, above: float | None) -> bool:
 def empty_caches(device: torch.device) -> None:
     """Release memory that no tensor uses."""
     clear_device_cache(garbage_collection=True)
-    if (
-        device.type == "cpu" and platform.libc_ver()[0] == "glibc"
-    ):  # it keeps freed memory for the next request
+    # glibc keeps freed memory for the next request
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -136,10 +136,8 @@ def refuse_foreign_folder(args: CommonArgs) -> None:
     if earlier_args(folder) is not None:
         return
     foreign = (*WEIGHTS, *MODEL, *LINES, *RUN_FILES)
-    if read_args(
-        folder
-    ):  # of a run that ended early, which has no weights; or a checkpoint, or a copy of a model
-        foreign = WEIGHTS
+    if read_args(folder):
+        foreign = WEIGHTS  # a run that ended early has none; a checkpoint, or a copy of a model, has
     for path in matching(folder, foreign):
         if path.is_file():
             raise UserError(f"--output_dir {folder} holds {path.name}, but no run: choose another")
