@@ -28,9 +28,7 @@ sys.path.insert(0, str(ROOT))
 from hypothesis import settings  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
-import yaml  # noqa: E402
 
-yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten times as quick
 settings.register_profile("any machine", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("any machine")
 

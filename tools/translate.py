@@ -34,13 +34,35 @@ from tools import as_command
 
 STAGES = {"sft": "train_sft.py", "dpo": "train_dpo.py", "orpo": "train_dpo.py", "grpo": "train_grpo.py"}
 STAGES |= {"kto": "experiments/train_kto.py", "reward": "experiments/train_reward.py"}
-STAGES |= {"pretrain": "train_pretrain.py", "cpt": "train_pretrain.py"}
+STAGES |= {"pretrain": "train_pretrain.py", "cpt": "train_pretrain.py", "run_clm": "train_pretrain.py"}
 STAGE = re.compile(rf"(?<![a-zA-Z])({'|'.join(STAGES)})(?![a-z])", re.IGNORECASE)
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
 # Dictionaries whose entries are settings like those beside them.
 NESTED = ("trl", "peft", "peft_config", "model_init_kwargs", "training_arguments", "quant_config")
 CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
+CALLS += ("Trainer", "EarlyStoppingCallback")
+# Objects that a trainer is given; what is said in their own calls counts.
+OBJECTS = (
+    "model",
+    "args",
+    "train_dataset",
+    "eval_dataset",
+    "tokenizer",
+    "processing_class",
+    "callbacks",
+    "ref_model",
+)
+OBJECTS += (
+    "data_collator",
+    "compute_metrics",
+    "formatting_func",
+    "peft_config",
+    "optimizers",
+    "reward_funcs",
+)
+# Templates that are formats of their own, not those of a model's tokenizer.
+FORMATS = ("default", "alpaca", "vicuna", "empty", "fewshot", "zephyr", "belle", "ziya")
 # Columns by the names that axolotl and LLaMA-Factory have for them.
 COLUMNS = {"field": "text", "field_messages": "messages", "field_label": "label", "field_tools": "tools"}
 COLUMNS |= {f"field_{name}": name for name in ("prompt", "completion", "chosen", "rejected", "system")}
@@ -97,7 +119,7 @@ def read(words: list[str]) -> Theirs:
 
 def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
     """The launcher's own words, those that name the stage, and the words with settings."""
-    while len(words) > 1 and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
+    while len(words) > 1 and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):  # variables of the environment
         words = words[1:]
     if words[0] in PROGRAMS:
         return [], " ".join(words[:2]), words[2:]
@@ -190,7 +212,7 @@ def read_python(text: str) -> dict[str, Any]:
         raise UserError(f"the script cannot be read: {error}") from None
     constants = constants_of(tree)
     settings: dict[str, Any] = {}
-    computed: list[str] = []
+    computed: dict[str, str] = {}
     later: list[str] = []
 
     def keep(name: str, node: ast.expr) -> None:
@@ -198,7 +220,7 @@ def read_python(text: str) -> dict[str, Any]:
         if value is ... and name in ("bf16", "fp16"):  # whether the GPU can do it
             value = ast.unparse(node)
         if value is ...:
-            computed.append(f"{name}={ast.unparse(node)}")
+            computed.setdefault(name, ast.unparse(node))
         elif settings.setdefault(name, value) != value:
             later.append(f"{name}={value}")
 
@@ -211,9 +233,13 @@ def read_python(text: str) -> dict[str, Any]:
         if called.endswith("train_on_responses_only"):
             settings["train_on_responses_only"] = True
         if called.endswith("Trainer"):
-            model = literal(keywords["model"], constants) if "model" in keywords else ...
-            if isinstance(model, str):
-                settings["model_name"] = model
+            model = keywords.get("model", call.args[0] if call.args else None)
+            name = literal(model, constants) if model else ...
+            if isinstance(name, str):
+                settings["model_name"] = name
+            for name, node in keywords.items():
+                if name not in OBJECTS:
+                    keep(name, node)
             if "reward_funcs" in keywords:
                 rewards = literal(keywords["reward_funcs"], constants)
                 name = "reward_functions" if rewards is ... else "reward_funcs"
@@ -236,7 +262,7 @@ def read_python(text: str) -> dict[str, Any]:
     if not settings:
         raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
     if computed:
-        settings["computed_values"] = ", ".join(computed)
+        settings["computed_values"] = computed
     if later:
         settings["later_values"] = ", ".join(later)
     return settings
@@ -246,6 +272,8 @@ def constants_of(tree: ast.Module) -> dict[str, Any]:
     """The variables that are assigned a value which is written down."""
     constants: dict[str, Any] = {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            constants |= argument_of(node, constants)
         if not isinstance(node, ast.Assign):
             continue
         target = node.targets[0]
@@ -258,10 +286,23 @@ def constants_of(tree: ast.Module) -> dict[str, Any]:
     return constants
 
 
+def argument_of(call: ast.Call, constants: dict[str, Any]) -> dict[str, Any]:
+    """{"args.beta": 0.1} of parser.add_argument("--beta", default=0.1)."""
+    defaults = [literal(keyword.value, constants) for keyword in call.keywords if keyword.arg == "default"]
+    if not ast.unparse(call.func).endswith(".add_argument") or not defaults or not call.args:
+        return {}
+    name = str(literal(call.args[-1], constants)).lstrip("-").replace("-", "_")
+    return {f"args.{name}": defaults[0]}
+
+
 def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
     """The value that an expression spells out; ... if it has to be computed."""
     if isinstance(node, ast.Name):
         return constants.get(node.id, ...)
+    if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):  # torch.bfloat16
+        return node.attr
+    if isinstance(node, ast.Attribute):  # args.beta
+        return constants.get(ast.unparse(node), ...)
     if isinstance(node, ast.JoinedStr):  # f"{model}-sft"
         parts = []
         for part in node.values:
@@ -282,7 +323,7 @@ def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
         return "axolotl"
     if {"stage", "finetuning_type", "cutoff_len"} & settings.keys() or "llamafactory" in hints:
         return "LLaMA-Factory"
-    if "TrainingArguments" in text and "trl" not in text:
+    if "run_clm" in hints or ("TrainingArguments" in text and "trl" not in text):
         return "transformers"
     return "TRL"
 
@@ -292,7 +333,8 @@ def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
 
 def here_as(word: str) -> str:
     """A word of a launcher; a config that is not there is ours of the same name, if there is one."""
-    ours = Path("accelerate_configs", Path(word).name)
+    name = re.sub(r"^(deepspeed_)?zero_?(stage)?(\d)\.yaml$", r"deepspeed_zero\3.yaml", Path(word).name)
+    ours = Path("accelerate_configs", name)
     return str(ours) if ours.suffix == ".yaml" and ours.exists() and not Path(word).exists() else word
 
 
@@ -315,6 +357,11 @@ class Translation:
         self.flags = defaults(self.args_class)
         if "orpo" in theirs.hints.lower():
             self.set("loss_type", ["orpo"], "the trainer's name")
+        for kind in ("eval", "save"):
+            unused = f"{kind}_steps"
+            old = theirs.settings.get("evaluation_strategy") if kind == "eval" else None
+            if theirs.settings.get(f"{kind}_strategy", old) in ("no", False) and unused in theirs.settings:
+                self.nothing.append(f"{unused}: {theirs.settings.pop(unused)} (the strategy is: no)")
         names = sorted(theirs.settings, key=lambda name: name not in self.flags)  # those with our names first
         for name in names:
             self.add(name, theirs.settings[name])
@@ -359,14 +406,21 @@ class Translation:
         """Translate a setting of theirs."""
         if value is None or value in ("", [], {}):
             return  # unset
-        shown = f"{name}: {quoted(value, 60, str)}"
         special = getattr(self, f"add_{name}", None)
+        if isinstance(value, dict) and "_component_" in value:
+            raise UserError(f"{name}: a component of torchtune; its configs are not translated")
         if isinstance(value, dict) and name in NESTED:
             for key, part in value.items():
                 self.add(key, part)
         elif special:
             special(name, value)
-        elif name in self.flags:
+        else:
+            self.add_by_name(name, value)
+
+    def add_by_name(self, name: str, value: Any) -> None:
+        """Translate a setting by the table."""
+        shown = f"{name}: {quoted(value, 60, str)}"
+        if name in self.flags:
             meaning = self.meaning(name, value, exact_value(name, value))
             for ours, setting in self.settings_of(shown, meaning).items():
                 self.set(ours, setting, "" if ours == name and same(setting, value) else shown)
@@ -417,11 +471,31 @@ class Translation:
             self.nothing.append(f"{shown} (by accelerate launch)" if launch else shown)
         return settings
 
+    def add_computed_values(self, name: str, value: dict[str, str]) -> None:
+        for setting, expression in value.items():
+            self.lose(
+                f"{setting}={quoted(expression, 60, str)}",
+                "computed in the script: write the value into the config",
+            )
+
     def add_defaults(self) -> None:
         """Their defaults where ours differ."""
         trainer, given = self.theirs.trainer, self.theirs.settings
-        for name, value in table().defaults[trainer].items():
-            wanted = self.ours.get("use_peft") if name.startswith("lora_") else name in self.flags
+        computed = set()
+        for name in given.get("computed_values", {}):
+            computed |= {name, *re.findall(r"^--(\w+)", said_here(name) or "")}
+        theirs = dict(table().defaults[trainer])
+        if self.script == "train_pretrain.py":
+            theirs = {"weight_decay": 0.0, "adam_beta2": 0.999} | theirs
+        if trainer == "TRL" and "train_reward" in self.script:
+            theirs["learning_rate"] = 1e-4
+        if "finetuning_type" in given:
+            theirs.pop("use_peft", None)
+        for name in computed:
+            theirs.pop(name, None)
+        for name, value in theirs.items():
+            of_adapters = name.startswith(("lora_", "load_in_"))
+            wanted = self.ours.get("use_peft") if of_adapters else name in self.flags
             if name == "dataset_eval_split":
                 wanted = "dataset_name" in given and given.get("eval_strategy") in ("steps", "epoch")
             if wanted and name not in self.ours:
@@ -439,7 +513,8 @@ class Translation:
         if adapts and "merge_lora" not in self.ours and "train_reward" in self.script:
             self.set("merge_lora", True, "the classifier that is saved is one model")
         if "chat_template" not in self.ours and self.script != "train_pretrain.py":
-            if lacks_template(self.ours.get("model_name_or_path")):
+            model = self.ours.get("model_name_or_path")
+            if model and lacks_template(model):
                 self.set("chat_template", "chatml", "the tokenizer has none (rows of plain text need none)")
 
     # --- settings that need more than a name
@@ -456,15 +531,20 @@ class Translation:
             self.set("chat_template", value, "" if name == "chat_template" else name)
         elif Path(value, "chat_template.jinja").exists():
             self.set("chat_template", str(Path(value, "chat_template.jinja")), name)
+        elif value in FORMATS:
+            self.lose(
+                f"{name}: {value}",
+                "the tokenizer's own format is used; another one: --chat_template FILE.jinja",
+            )
         else:
-            self.nothing.append(f"{name}: {value} (the tokenizer's own)")
+            self.nothing.append(f"{name}: {value} (the tokenizer's own is used)")
 
     add_template = add_chat_template_jinja = add_chat_template_path = add_chat_template
 
     def add_lr_scheduler_kwargs(self, name: str, value: Any) -> None:
         rate = float(self.theirs.settings.get("learning_rate") or math.nan)
         for key, number in value.items() if isinstance(value, dict) else [("", value)]:
-            if key == "min_lr_rate":
+            if key in ("min_lr_rate", "min_lr_ratio"):
                 self.set("min_lr_ratio", float(number), f"{name}: {key}")
             elif key == "min_lr" and rate > 0:
                 self.set("min_lr_ratio", float(number) / rate, f"{name}: {key} {number}")
@@ -479,7 +559,37 @@ class Translation:
             elif tracker in ("none", *map(str, get_available_trackers())):
                 self.set(name, tracker, f"{name}: {value}" if tracker != value else "")
             else:
-                self.lose(f"{name}: {tracker}", "one tracker that is installed, by its name")
+                self.lose(
+                    f"{name}: {tracker}", f"not installed: pip install {tracker}, and --report_to {tracker}"
+                )
+
+    def add_model_type(self, name: str, value: str) -> None:
+        if self.script == "train_pretrain.py" and not self.ours.get("model_name_or_path"):
+            self.lose(
+                f"{name}: {value}",
+                "a new model: --config_name, a folder or a name on the Hub with a config.json",
+            )
+        else:
+            self.nothing.append(f"{name}: {value}")
+
+    def add_dataset_splits(self, name: str, value: list[str]) -> None:
+        for split in value:
+            flag = "dataset_train_split" if "train" in split else "dataset_eval_split"
+            self.set(flag, split, name)
+
+    def add_packing(self, name: str, value: Any) -> None:
+        if self.script == "train_pretrain.py" and not value:
+            self.lose(f"{name}: {value}", "documents fill rows one after another, cut at --max_length")
+        elif self.script == "train_pretrain.py":
+            self.nothing.append(f"{name}: {value} (documents fill the rows)")
+        else:
+            self.add_by_name(name, value)
+
+    def add_reward_funcs(self, name: str, value: Any) -> None:
+        """open-r1's names for TRL's."""
+        known = {"accuracy": "accuracy_reward", "format": "think_format_reward"}
+        names = value if isinstance(value, list) else [value]
+        self.add_by_name(name, [known.get(one, one) for one in names])
 
     def add_push_to_hub(self, name: str, value: Any) -> None:
         """A first run should not fail for want of a login, nor publish anything."""
@@ -537,7 +647,8 @@ class Translation:
         sources = []
         for item in value:
             sources += [item] if isinstance(item, str) else self.sources_of(dict(item))
-        self.set(flag, sources, name)
+        if sources:
+            self.set(flag, sources, name)
 
     add_dataset = add_eval_dataset = add_train_dataset = add_test_datasets = add_datasets
     add_dataset_mixture = add_dataset_mixer = add_pretraining_dataset = add_datasets
@@ -578,6 +689,9 @@ class Translation:
         paths = [path]
         if files and path in ("json", "csv", "parquet", "text"):
             paths = files if isinstance(files, list) else [files]
+        elif path is None:
+            self.lose(f"a dataset: {quoted(item, 60, str)}", "it has no path")
+            return []
         elif files:
             self.lose(f"{path}: data_files: {files}", "a source is a file, a folder, or a name on the Hub")
         if isinstance(item.get("type"), dict):
@@ -691,6 +805,9 @@ def main(argv: list[str] | None = None) -> None:
     out.write_text(config_of(translation, start), encoding="utf-8")
     print("\n".join(map(printable, report_of(translation))))
     print(f"\n{out} is written: {len(translation.ours)} settings. Look at them, and start:\n    {start}")
+    rows = translation.flags | translation.ours
+    a_step = rows["per_device_train_batch_size"] * rows["gradient_accumulation_steps"]
+    print(f"a step has {a_step} rows of each process")
     if "model_name_or_path" not in translation.ours:
         print("no model is named there: add --model_name_or_path")
     if "dataset_name" not in translation.ours:

@@ -247,7 +247,7 @@ again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto")
     assert args.dataset_name == ["data/sft/train.jsonl"] and args.model_name_or_path == "data/base_model"
     assert (args.output_dir, args.learning_rate, args.dtype) == ("runs/data/base_model", 1e-4, "float32")
     assert re.search("later_values: load_dataset.*dpo.*dtype=auto", ours) and "config of TRL" in ours
-    assert "computed_values: max_steps=count()" in ours
+    assert "#     max_steps=count()  " in ours
 
 
 @pytest.mark.parametrize(
@@ -311,9 +311,41 @@ args = SFTConfig(learning_rate=2e-4, max_steps=7, bf16=is_bfloat16_supported(), 
         assert (args.learning_rate, args.max_steps, args.optim) == (2e-4, 7, "adamw_8bit")
         assert args.dataset_name == ["data/sft"] and "single_gpu.yaml" in ours
         assert args.output_dir == "outputs/sft" and re.search(
-            r"computed_values: output_dir=compute\(\)", ours
+            r"#     output_dir=compute\(\) +computed in the script", ours
         )
         (tmp_path / "ours.yaml").unlink()
+
+
+def test_a_script_of_older_trl_is_read(translated, tmp_path):
+    """Its trainers took the settings themselves; argparse's defaults are values; what is computed has no default."""
+    lines = """parser.add_argument("--weight-decay", type=float, default=0.05)
+args = parser.parse_args()
+config = TrainingArguments("out", weight_decay=args.weight_decay, warmup_ratio=warm_up(), NEFT=None)
+trainer = DPOTrainer("data/base_model", None, args=config, beta=0.5, loss_type="ipo", dtype=torch.bfloat16,
+                     train_dataset=data, callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
+"""
+    (tmp_path / "a.py").write_text(lines)
+    args, ours, said = translated(tmp_path / "a.py", "--eval_strategy", "no", "--eval_steps", "7")
+    assert args.model_name_or_path == "data/base_model" and "train_dpo.py" in said
+    assert (args.weight_decay, args.beta, args.loss_type, args.dtype) == (0.05, 0.5, ["ipo"], "bfloat16")
+    assert args.eval_steps == 0 and "early_stopping_patience" in ours
+    assert "warmup_steps" not in ours and "warmup_ratio=warm_up()" in ours
+
+
+def test_pretraining_has_their_weight_decay(translated, tmp_path):
+    words = (
+        "python run_clm.py --train_file a.txt --model_type gpt2 --learning_rate 1e-3 --packing false".split()
+    )
+    args, ours, said = translated(*words)
+    assert "train_pretrain.py" in said and args.dataset_name == ["a.txt"] and "packing: False" in ours
+    assert (args.weight_decay, args.adam_beta2) == (0.0, 0.999) and "--config_name" in ours
+    assert "a step has 8 rows of each process" in said
+
+
+def test_a_config_of_torchtune_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("model: {_component_: torchtune.models.llama3.lora_llama3_8b}\n")
+    with pytest.raises(UserError, match="torchtune"):
+        translate.main(["--out", str(tmp_path / "ours.yaml"), str(tmp_path / "a.yaml")])
 
 
 def test_a_shell_script_is_read_as_the_shell_does(translated, tmp_path):
