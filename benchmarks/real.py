@@ -2,16 +2,22 @@
 
     python benchmarks/real_model.py outputs/smollm2
     python benchmarks/real.py --alpaca alpaca_data.json --pairs hh.jsonl [--rounds 3] [--only sft dpo grpo]
+    pip install reasoning-gym
+    python benchmarks/real.py --only gym
 
 The weights are those of a four-bit file, dequantised. --model takes a name of the Hub, too; that has not been
 tried. sft and dpo: the first rows of Alpaca and of HH-RLHF that have at most 512 tokens, the same
 rows, order, batch and settings on all sides, as in sft.py and dpo.py. To that end the template does not write
 the newline after the last turn, and marks what the assistant says; its text is otherwise the model's own.
 grpo: data/configs/smollm2.yaml, over seeds, with LoRA once, and by TRL's GRPOTrainer once; the held-out
-questions are answered greedily by transformers' generate(). Writes results/real.json and docs/real.png.
+questions are answered greedily by transformers' generate().
+gym: the same GRPO on a task of reasoning-gym, by its own score. Before each question stand the same EXAMPLES
+others with their answers, since the score wants a bare answer, and the model likes to say a sentence.
+Writes results/real.json and docs/real.png.
 """
 
 from collections.abc import Callable, Iterator
+import itertools
 import json
 from pathlib import Path
 import re
@@ -30,10 +36,11 @@ from compare import (
     markdown,
     ours,
     peer,
+    run_process,
     wanted,
 )
 from curves import draw
-from reasoning import greedy_texts
+from reasoning import REWARDS, answered, greedy_texts
 
 FOLDER = WORK / "real"
 MODEL = FOLDER / "model"
@@ -42,6 +49,14 @@ CHATS, PAIRS = 400, 200
 SFT_STEPS, DPO_STEPS = 8, 6
 GRPO_STEPS, SAVED, COMPLETIONS = 20, 5, 64
 GRPO: dict[str, Any] = {"num_generations": 8, "max_completion_length": 20, "learning_rate": 1e-5}
+GYM = [
+    "basic_arithmetic",
+    "max_terms=2",
+    "max_digits=1",
+    "allow_parentheses=false",
+    "operators=['+','-','*']",
+]
+EXAMPLES, GYM_TOKENS = 4, 8
 TRL_GRPO: dict[str, Any] = {
     "gradient_checkpointing": False, "shuffle_dataset": True, "save_strategy": "steps", "save_only_model": True,
     "save_steps": SAVED, "temperature": 1.0, "loss_type": "dapo", "beta": 0.0, "reward_funcs": ["real:right_number"],
@@ -173,17 +188,24 @@ def right_share(model_folder: str | Path) -> float:
     return sum(rewards) / len(rewards)
 
 
-def grpo(model: str, side: str, seed: int, steps: int) -> dict[str, Any]:
-    """The curve of a run: of each saved step the CPU seconds up to it, and what share is right."""
+def our_grpo(model: str, seed: int, steps: int, *words: Any) -> Callable[[], Result]:
+    """It leaves its models in FOLDER/grpo/checkpoint-<step>."""
     work = FOLDER / "grpo"
     shutil.rmtree(work, ignore_errors=True)
-    words = ["--config", "data/configs/smollm2.yaml", "--model_name_or_path", model, "--output_dir", work]
-    words += ["--seed", seed, "--max_steps", steps, "--save_steps", SAVED, "--save_total_limit", 0]
+    settings = ["--config", "data/configs/smollm2.yaml", "--model_name_or_path", model, "--output_dir", work]
+    settings += ["--seed", seed, "--max_steps", steps, "--save_total_limit", 0]
     for name, value in GRPO.items():
-        words += [f"--{name}", value]
+        settings += [f"--{name}", value]
+    return ours("train_grpo.py", *settings, *words)
+
+
+def grpo(model: str, side: str, seed: int, steps: int) -> dict[str, Any]:
+    """The curve of a run: of each saved step the CPU seconds up to it, and what share is right."""
+    words = ["--save_steps", SAVED]
     if side == "ours, LoRA":
         words += ["--use_peft", "--lora_r", 16, "--learning_rate", 2e-4]
-    started: Any = ours("train_grpo.py", *words)
+    work = FOLDER / "grpo"
+    started = our_grpo(model, seed, steps, *words)
     if side == "TRL":
         rows = ROOT / "data/arithmetic/train.jsonl"
         options = GRPO | TRL_GRPO | {"seed": seed}
@@ -211,6 +233,41 @@ def grpo_table(runs: list[dict[str, Any]]) -> str:
             + f" | {seconds:.0f} | {run['peak_mib']:,} MiB |"
         )
     return "\n".join(lines)
+
+
+def task_rows() -> Path:
+    """The folder of GYM's rows; before each question stand the first EXAMPLES of training with their answers."""
+    folder = FOLDER / "gym"
+    run_process(["-m", "tools.reasoning_tasks", GYM[0], str(folder), *GYM[1:]])
+    examples: list[dict] = []
+    for name in ("train", "validation"):
+        file = folder / f"{name}.jsonl"
+        rows = [json.loads(line) for line in file.open()]
+        while len(examples) < 2 * EXAMPLES:
+            row = rows.pop(0)
+            examples += row["prompt"] + row["completion"]
+        for row in rows:
+            row["prompt"] = examples + row["prompt"]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def gym(model: str, seeds: list[int], steps: int) -> dict[str, Any]:
+    """Of each reward and seed: what is right before and after, and the CPU seconds."""
+    folder = task_rows()
+    words = ["--dataset_name", folder, "--max_completion_length", GYM_TOKENS, "--save_steps", steps]
+    before = answered(model, folder)
+    runs = []
+    lines = [f"| {GYM[0]}, solved, held out | before | after | CPU s |", "|---|---|---|---|"]
+    for reward, seed in itertools.product(REWARDS, seeds):
+        file = f"tools/reasoning_tasks.py:{reward}"
+        cpu = our_grpo(model, seed, steps, *words, "--reward_funcs", file)()["cpu"]
+        after = answered(FOLDER / f"grpo/checkpoint-{steps}", folder)
+        run = {"reward": reward, "seed": seed, "before": before, "after": after}
+        runs.append(run | {"seconds": round(cpu[steps] - cpu[0])})
+        cells = [f"reward {reward}, seed {seed}", f"{before['solved']:.0%}", f"{after['solved']:.0%}"]
+        lines.append("| " + " | ".join(cells) + f" | {runs[-1]['seconds']} |")
+    return {"settings": GYM, "runs": runs, "markdown": "\n".join(lines)}
 
 
 def keep(**found: Any) -> dict[str, Any]:
@@ -260,6 +317,9 @@ def main() -> None:
             "% right, held out",
             curves,
         )
+    if wanted(args.only, "gym"):
+        found = gym(model, args.seeds, args.steps or GRPO_STEPS)
+        print(keep(gym=found)["gym"]["markdown"])
 
 
 if __name__ == "__main__":

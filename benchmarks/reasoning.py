@@ -15,6 +15,7 @@ the answer, and `solved`, without. Writes results/reasoning.json and docs/reason
 
 from collections.abc import Callable
 import json
+from os.path import commonprefix
 from pathlib import Path
 import shutil
 import statistics
@@ -110,18 +111,26 @@ def greedy_texts(model_folder: str | Path, prompts: list[list[dict]], new_tokens
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder, padding_side="left")
     model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    encoded = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+    rows = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+    start = commonprefix(rows)[:-1]  # of all prompts, computed once
+    rest = tokenizer.pad({"input_ids": [row[len(start) :] for row in rows]}, return_tensors="pt")
+    starts = torch.tensor([start] * len(rows))
+    ids = torch.cat([starts, rest["input_ids"]], dim=1)
+    mask = torch.cat([torch.ones_like(starts), rest["attention_mask"]], dim=1)
+    with torch.no_grad():
+        cache = model(starts[:1]).past_key_values
+    cache.batch_repeat_interleave(len(rows))
+    out = model.generate(
+        ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=new_tokens
     )
-    out = model.generate(**encoded, do_sample=False, max_new_tokens=new_tokens)
-    return tokenizer.batch_decode(out[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
 
 
-def answered(model_folder: Path, task: str) -> dict[str, float]:
-    """The means of `score` and `solved` over the held-out questions, answered greedily."""
+def answered(model_folder: str | Path, folder: Path) -> dict[str, float]:
+    """The means of `score` and `solved` over a task's held-out questions, answered greedily."""
     from tools.reasoning_tasks import score, solved
 
-    rows = [json.loads(line) for line in (FOLDER / task / "validation.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / "validation.jsonl").read_text().splitlines()]
     prompts, index, names = ([row[name] for row in rows] for name in ("prompt", "index", "task"))
     completions = [[{"content": text}] for text in greedy_texts(model_folder, prompts, NEW_TOKENS)]
     return {f.__name__: statistics.mean(f(prompts, completions, names, index)) for f in (score, solved)}
@@ -135,7 +144,7 @@ def run(task: str, seed: int, side: str, grpo: Callable[[], Result]) -> dict[str
         step: FOLDER / side / f"checkpoint-{step}" for step in range(SAVED, STEPS + 1, SAVED)
     }
     curve = {
-        step: {"seconds": round(cpu[step] - cpu[0], 1)} | answered(folder, task)
+        step: {"seconds": round(cpu[step] - cpu[0], 1)} | answered(folder, FOLDER / task)
         for step, folder in folders.items()
     }
     print(f"{task}, {side}, seed {seed}: {curve[STEPS]}", file=sys.stderr, flush=True)
