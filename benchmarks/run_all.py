@@ -142,7 +142,8 @@ def report() -> None:
 def real() -> list[str]:
     """What real.py measured."""
     tables = json.loads((RESULTS / "real.json").read_text())
-    return [table.get("markdown") or markdown(table) for table in tables.values()]
+    shown = [table.get("markdown") or markdown(table) for table in tables.values()]
+    return [text.rstrip("\n") + "\n" for text in shown]  # a blank line between tables
 
 
 def tables_of_the_page() -> dict[str, list[str]]:

@@ -70,7 +70,11 @@ def score(prompts: list, completions: list, task: list[str], index: list[int], *
         item, text = item_of(name, i), completion[0]["content"].strip()
         if item["question"] != prompt[-1]["content"]:
             raise UserError("this reasoning-gym makes other questions than the one that wrote the rows")
-        scores.append(float(dataset_of(name).score_answer(extract_answer(text) or text, entry=item)))
+        try:
+            points = dataset_of(name).score_answer(extract_answer(text) or text, entry=item)
+        except ValueError:  # some scorers expect a number
+            points = 0.0
+        scores.append(float(points))
     return scores
 
 

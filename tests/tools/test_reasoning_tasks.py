@@ -19,6 +19,8 @@ class Doubles:
 
     def score_answer(self, answer, entry):
         (n,) = entry["metadata"]["n"]
+        if answer == "a half":
+            raise ValueError("no number")
         return 1.0 if answer == str(2 * n) else 0.25 if answer.isdigit() else 0.0
 
 
@@ -60,8 +62,8 @@ def test_no_question_is_held_out_and_trained(write, tmp_path):
 
 def test_the_tasks_own_scorer_is_the_reward(write, tmp_path):
     assert write("doubles", "--rows", "20", "--held_out", "4").returncode == 0
-    rows = rows_of(tmp_path, "train")[:3]
+    rows = rows_of(tmp_path, "train")[:4]
     right = [row["completion"][0]["content"] for row in rows]
     rewards = load_rewards([f"{ROOT}/tools/reasoning_tasks.py:{name}" for name in ("score", "solved")], "cpu")
-    texts = [right[0], f"So: <answer>{right[1]}</answer>", "7"]
-    assert score(rewards, rows, texts, [[]] * 3) == [[1.0, 1.0, 0.25], [1.0, 1.0, 0.0]]
+    texts = [right[0], f"So: <answer>{right[1]}</answer>", "7", "a half"]  # of the last the scorer raises
+    assert score(rewards, rows, texts, [[]] * 4) == [[1.0, 1.0, 0.25, 0.0], [1.0, 1.0, 0.0, 0.0]]
