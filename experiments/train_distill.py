@@ -278,7 +278,6 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
-    unwrapped = accelerator.unwrap_model(model)
     sampler = load_sampler(  # the model itself, or vLLM servers that get its weights
         args,
         accelerator,
@@ -293,8 +292,7 @@ def main(args: Args) -> None:
     )
     teacher = load_frozen(args, accelerator, tokenizer, args.teacher_model_name_or_path)
     teacher_tokens = teacher.model.lm.get_input_embeddings().num_embeddings
-    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
-    say(f"{rollouts.window_size} completions a step; they stop at {stops}")
+    say(f"{rollouts.window_size} completions a step")
 
     # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:

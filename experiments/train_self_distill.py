@@ -281,7 +281,6 @@ def main(args: Args) -> None:
     if args.dry_run:
         return
     model, optimizer = run.prepare(model, optimizer)  # Accelerate's prepare; then resumes the run
-    unwrapped = accelerator.unwrap_model(model)
     sampler = load_sampler(  # the model itself, or vLLM servers that get its weights
         args,
         accelerator,
@@ -295,8 +294,7 @@ def main(args: Args) -> None:
         top_p=args.top_p,
     )
     teacher = load_frozen(args, accelerator, tokenizer, args.model_name_or_path)
-    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
-    say(f"{rollouts.window_size} completions a step; they stop at {stops}")
+    say(f"{rollouts.window_size} completions a step")
 
     # --- the gradient of a window ---------------------------------------------------------------------------
     def gradients(window: Window) -> None:

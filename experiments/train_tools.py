@@ -498,10 +498,7 @@ def main(args: Args) -> None:
     # What the run began with, also on resume: loaded again, or with LoRA this model without (or with its
     # first) adapter.
     reference = load_reference(args, accelerator, model, tokenizer) if args.beta > 0 else None
-    stops = tokenizer.convert_ids_to_tokens(unwrapped.stop_ids)
-    say(
-        f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt; they stop at {stops}"
-    )
+    say(f"{rollouts.window_size} completions a step, {args.num_generations} for each prompt")
 
     play = partial(roll_out, args, accelerator, sampler, tokenizer, reward_funcs, environment)
 
