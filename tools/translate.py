@@ -38,6 +38,8 @@ STAGES |= {"pretrain": "train_pretrain.py", "cpt": "train_pretrain.py", "run_clm
 STAGE = re.compile(rf"(?<![a-zA-Z])({'|'.join(STAGES)})(?![a-z])", re.IGNORECASE)
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
+# What LoraConfig of peft has where a script says nothing.
+PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "peft's choice"}
 # Dictionaries whose entries are settings like those beside them.
 NESTED = ("trl", "peft", "peft_config", "model_init_kwargs", "training_arguments", "quant_config")
 CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
@@ -259,6 +261,8 @@ def read_python(text: str) -> dict[str, Any]:
                 keep("output_dir" if called.endswith(("Config", "Arguments")) else "model_name", call.args[0])
             for name, node in keywords.items():
                 keep(name, node)
+    if any(ast.unparse(call.func).endswith("LoraConfig") for call in calls):
+        settings = {name: value for name, value in PEFT.items() if name not in computed} | settings
     if not settings:
         raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
     if computed:
@@ -651,7 +655,12 @@ class Translation:
             self.set(flag, sources, name)
 
     add_dataset = add_eval_dataset = add_train_dataset = add_test_datasets = add_datasets
-    add_dataset_mixture = add_dataset_mixer = add_pretraining_dataset = add_datasets
+    add_dataset_mixture = add_dataset_mixer = add_datasets
+
+    def add_pretraining_dataset(self, name: str, value: Any) -> None:
+        self.add_datasets(name, value)
+        if self.theirs.settings.get("max_steps") and len(self.ours.get("dataset_name", [])) == 1:
+            self.set("dataset_streaming", True, f"axolotl streams a {name}")
 
     def add_dataset_prompt_column(self, name: str, value: str) -> None:
         self.set("columns", [f"prompt={value}"], name)

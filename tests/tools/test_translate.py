@@ -322,12 +322,14 @@ def test_a_script_of_older_trl_is_read(translated, tmp_path):
 args = parser.parse_args()
 config = TrainingArguments("out", weight_decay=args.weight_decay, warmup_ratio=warm_up(), NEFT=None)
 trainer = DPOTrainer("data/base_model", None, args=config, beta=0.5, loss_type="ipo", dtype=torch.bfloat16,
-                     train_dataset=data, callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
+                     peft_config=LoraConfig(lora_alpha=32), train_dataset=data, callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
 """
     (tmp_path / "a.py").write_text(lines)
     args, ours, said = translated(tmp_path / "a.py", "--eval_strategy", "no", "--eval_steps", "7")
     assert args.model_name_or_path == "data/base_model" and "train_dpo.py" in said
     assert (args.weight_decay, args.beta, args.loss_type, args.dtype) == (0.05, 0.5, ["ipo"], "bfloat16")
+    assert (args.use_peft, args.lora_r, args.lora_alpha, args.lora_dropout) == (True, 8, 32, 0.0)
+    assert re.search("target_modules: peft's choice +by the kind of model", ours)
     assert args.eval_steps == 0 and "early_stopping_patience" in ours
     assert "warmup_steps" not in ours and "warmup_ratio=warm_up()" in ours
 
@@ -340,6 +342,12 @@ def test_pretraining_has_their_weight_decay(translated, tmp_path):
     assert "train_pretrain.py" in said and args.dataset_name == ["a.txt"] and "packing: False" in ours
     assert (args.weight_decay, args.adam_beta2) == (0.0, 0.999) and "--config_name" in ours
     assert "a step has 8 rows of each process" in said
+    (tmp_path / "ours.yaml").unlink()
+    (tmp_path / "a.yaml").write_text(
+        "base_model: data/base_model\npretraining_dataset: data/pretrain\nmax_steps: 3\n"
+    )
+    args, _, said = translated(tmp_path / "a.yaml")
+    assert args.dataset_streaming and args.lr_scheduler_type == "cosine" and "train_pretrain.py" in said
 
 
 def test_a_config_of_torchtune_is_refused(tmp_path):
