@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 
 from common.run.progress import Progress
@@ -63,22 +64,26 @@ def test_the_time_left_goes_by_the_steps_of_this_process(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_log_has_a_line_for_each_logged_step_and_a_terminal_a_bar(terminal, launch, tmp_path):
+def test_a_log_has_a_line_for_each_logged_step_and_a_terminal_a_bar(terminal, launch, tmp_path, monkeypatch):
     ours, theirs = pty.openpty() if terminal else os.pipe()
     if terminal:
         termios.tcsetwinsize(theirs, (24, 100))
-    child = os.fork()
-    if child == 0:
-        sys.stdout = sys.stderr = os.fdopen(theirs, "w", buffering=1)
+    parts = []
+
+    def read():
+        with contextlib.suppress(OSError):  # of a terminal at its end
+            while part := os.read(ours, 65536):
+                parts.append(part)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with os.fdopen(theirs, "w", buffering=1) as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
+        patch.setattr(sys, "stderr", file)
         launch("sft", *SFT, *"--max_steps 4 --logging_steps 2 --eval_steps 0".split())
-        os._exit(0)
-    os.close(theirs)
-    shown = b""
-    with contextlib.suppress(OSError):  # of a terminal at its end
-        while part := os.read(ours, 65536):
-            shown += part
+    reader.join()
     os.close(ours)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    shown = b"".join(parts)
     lines = re.findall(r"step (\d)/4: loss ([\d.]+), .* tok/s, \d\d:\d\d left", shown.decode())
     logged = [(str(row["step"]), f"{row['loss']:.4f}") for row in read_metrics(tmp_path / "out")]
     assert [step for step, _ in logged] == ["2", "4"]
