@@ -28,6 +28,7 @@ from common.args import defaults
 from common.command_line import checked, kind_of, parse_args
 from common.errors import UserError, printable, quoted
 from common.other_names import said_here, table, value_here
+from common.sampling.rewards import OF_TRL
 import yaml
 
 from tools import as_command
@@ -43,7 +44,7 @@ PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "peft's 
 # Dictionaries whose entries are settings like those beside them.
 NESTED = ("trl", "peft", "peft_config", "model_init_kwargs", "training_arguments", "quant_config")
 CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
-CALLS += ("Trainer", "EarlyStoppingCallback")
+CALLS += ("Trainer", "EarlyStoppingCallback", "get_chat_template")
 # Objects that a trainer is given; what is said in their own calls counts.
 OBJECTS = (
     "model",
@@ -92,19 +93,24 @@ def read(words: list[str]) -> Theirs:
         words = command_in(Path(words[0])) + words[1:]
     launcher, hints, rest = split_command(words)
     settings: dict[str, Any] = {}
+    computed: dict[str, str] = {}
     text = ""
     while rest:
         word = rest.pop(0)
         name, has_value, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and not has_value:
-            values = []
-            while rest and not rest[0].startswith("--"):
-                values.append(plain(rest.pop(0)))
-            value = values if len(values) > 1 else values[0] if values else True
-        elif has_value:
-            value = plain(value)
-        else:
-            name, value = "config", word
+        if not word.startswith("--") and not has_value:
+            name, has_value, value = "config", "=", word
+        values = [value] if has_value else []
+        while rest and not has_value and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        unknown = [value for value in values if "$" in value]  # variables that a shell script does not set
+        if unknown:
+            computed[name] = " ".join(unknown)
+            values = [value for value in values if "$" not in value]
+            if not values:
+                continue
+        read_values = [plain(value) for value in values]
+        value = read_values if len(values) > 1 else read_values[0] if values else True
         if name != "config":
             settings[name] = value
             continue
@@ -114,6 +120,8 @@ def read(words: list[str]) -> Theirs:
             settings |= read_python(text)
         else:
             settings |= read_file(Path(value))
+    if computed:
+        settings["computed_values"] = settings.get("computed_values", {}) | computed
     if text:
         hints += " " + " ".join(re.findall(r"\b(SFT|DPO|ORPO|GRPO|KTO|Reward)(?=Config|Trainer)", text))
     return Theirs(trainer_of(settings, text, hints), settings, launcher, hints)
@@ -136,17 +144,25 @@ def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
         return [word for word in before[2:] if word != "-m"], script, rest
     if processes := re.search(r"--(?:nproc[_-]per[_-]node|num_gpus)[ =](\d+)", " ".join(before)):
         rest = [*rest, f"--num_processes={processes[1]}"]
+    if devices := re.search(r"--include[ =]\S+?:([\d,]+)", " ".join(before)):
+        rest = [*rest, f"--num_processes={len(devices[1].split(','))}"]
     return [], script, rest
 
 
 def command_in(path: Path) -> list[str]:
-    """The longest command of a shell script that starts a training, with the variables that the script sets."""
+    """The longest command of a shell script that starts a training, with the variables that the script sets to
+    texts; of what it computes the $ is left."""
     text = text_of(path).replace("\\\n", "")
     variables: dict[str, str] = {}
     commands: list[list[str]] = [[]]
     for line in text.splitlines():
-        line = re.sub(r"\$\{(\w+):?-([^}]*)\}", lambda found: variables.get(found[1], found[2]), line)
-        line = Template(line).safe_substitute(variables)
+        before = ""
+        while line != before:  # from the innermost braces on
+            before = line
+            line = re.sub(r"\$\([^()]*\)|`[^`]*`", "$computed", line)
+            line = re.sub(r"\$\{(\w+):?-([^{}]*)\}", lambda found: variables.get(found[1], found[2]), line)
+            line = Template(line).safe_substitute(variables)
+        line = re.sub(r"&(?=\s|$)", " & ", line)  # 'wandb'& is two words
         try:
             words = shlex.split(line, comments=True)
         except ValueError:  # a text of several lines
@@ -254,6 +270,8 @@ def read_python(text: str) -> dict[str, Any]:
                 value = literal(node, constants)
                 if value is not ...:
                     source[name] = value
+                else:
+                    computed.setdefault(f"load_dataset: {name}", ast.unparse(node))
             if settings.setdefault("datasets", [source]) != [source]:
                 later.append(ast.unparse(call))
         elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
@@ -268,7 +286,7 @@ def read_python(text: str) -> dict[str, Any]:
     if computed:
         settings["computed_values"] = computed
     if later:
-        settings["later_values"] = ", ".join(later)
+        settings["later_values"] = later
     return settings
 
 
@@ -278,11 +296,13 @@ def constants_of(tree: ast.Module) -> dict[str, Any]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             constants |= argument_of(node, constants)
+        if isinstance(node, ast.ClassDef):
+            constants |= fields_of(node, constants)
         if not isinstance(node, ast.Assign):
             continue
         target = node.targets[0]
-        if isinstance(target, ast.Name):
-            constants.setdefault(target.id, literal(node.value, constants))
+        if isinstance(target, ast.Name | ast.Attribute):
+            constants.setdefault(ast.unparse(target), literal(node.value, constants))
         elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             for name, value in zip(target.elts, node.value.elts, strict=False):
                 if isinstance(name, ast.Name):
@@ -299,6 +319,19 @@ def argument_of(call: ast.Call, constants: dict[str, Any]) -> dict[str, Any]:
     return {f"args.{name}": defaults[0]}
 
 
+def fields_of(node: ast.ClassDef, constants: dict[str, Any]) -> dict[str, Any]:
+    """{".beta": 0.1} of a dataclass with `beta: float = 0.1`, or `= field(default=0.1)`."""
+    fields = {}
+    for part in node.body:
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value:
+            value = part.value
+            if isinstance(value, ast.Call):
+                defaults = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
+                value = defaults[0] if defaults else value
+            fields[f".{part.target.id}"] = literal(value, constants)
+    return fields
+
+
 def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
     """The value that an expression spells out; ... if it has to be computed."""
     if isinstance(node, ast.Name):
@@ -306,7 +339,7 @@ def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
     if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):  # torch.bfloat16
         return node.attr
     if isinstance(node, ast.Attribute):  # args.beta
-        return constants.get(ast.unparse(node), ...)
+        return constants.get(ast.unparse(node), constants.get(f".{node.attr}", ...))
     if isinstance(node, ast.JoinedStr):  # f"{model}-sft"
         parts = []
         for part in node.values:
@@ -355,7 +388,11 @@ class Translation:
         self.nothing: list[str] = []  # needs no setting here
         self.lost: list[tuple[str, str]] = []  # (setting of theirs, why)
         self.files: dict[str, str] = {}  # to write beside the config
-        self.launch = " ".join(map(here_as, theirs.launcher))
+        self.launch_config = ""  # words of accelerate launch
+        self.launch_precision = ""
+        self.processes = theirs.settings.get("num_processes") or 1
+        if found := re.search(r"--num_processes[= ](\d+)", " ".join(theirs.launcher)):
+            self.processes = int(found[1])
         self.script = self.find_script()
         self.args_class = importlib.import_module(self.script.removesuffix(".py").replace("/", ".")).Args
         self.flags = defaults(self.args_class)
@@ -390,6 +427,16 @@ class Translation:
         if {"beta", "pref_beta", "precompute_ref_log_probs", "max_prompt_length"} & given.keys():
             return "train_dpo.py"
         return "train_pretrain.py" if "pretraining_dataset" in given else "train_sft.py"
+
+    def launch(self) -> str:
+        """The words of accelerate launch; none where python starts the script."""
+        if self.theirs.launcher:
+            return " ".join(map(here_as, self.theirs.launcher))
+        config, processes = self.launch_config, ""
+        if self.processes > 1:
+            config = config.replace("single_gpu", "multi_gpu") or "--multi_gpu"
+            processes = f"--num_processes {self.processes}"
+        return " ".join(filter(None, (config, self.launch_precision, processes)))
 
     def set(self, name: str, value: Any, comment: str) -> None:
         """Write a setting of ours. One that was set before stays, unless it is off; lists grow."""
@@ -462,11 +509,16 @@ class Translation:
         settings = dict(meaning)
         settings.pop("script", None)
         launch = settings.pop("launch", "")
-        if launch and self.theirs.launcher and launch not in self.launch:
-            self.lose(shown, f"the launcher is yours: unless it does so already, give it {launch}")
+        if launch and self.theirs.launcher and launch not in self.launch():
+            given = launch.replace(
+                "--config_file accelerate_configs/single_gpu.yaml", "--mixed_precision bf16"
+            )
+            self.lose(shown, f"the launcher is yours: unless it does so already, give it {given}")
             return {}
-        if launch and (not self.launch or "single_gpu" in self.launch):
-            self.launch = launch
+        if "mixed_precision" in launch:
+            self.launch_precision = launch
+        elif launch and (not self.launch_config or "single_gpu" in self.launch_config):
+            self.launch_config = launch
         unknown = [name for name in settings if name not in self.flags]
         if unknown:
             self.lose(shown, f"{self.script} has no --{unknown[0]}")
@@ -477,10 +529,15 @@ class Translation:
 
     def add_computed_values(self, name: str, value: dict[str, str]) -> None:
         for setting, expression in value.items():
-            self.lose(
-                f"{setting}={quoted(expression, 60, str)}",
-                "computed in the script: write the value into the config",
-            )
+            here = said_here(setting)
+            why = "computed in the script: write the value into the config"
+            if setting not in self.flags and here and not here.startswith("--"):
+                why = here
+            self.lose(f"{setting}={quoted(expression, 60, str)}", why)
+
+    def add_later_values(self, name: str, value: list[str]) -> None:
+        for later in value:
+            self.lose(quoted(later, 60, str), "a later value: the first one in the script counts")
 
     def add_defaults(self) -> None:
         """Their defaults where ours differ."""
@@ -510,7 +567,7 @@ class Translation:
         if (
             adapts
             and trainer in ("LLaMA-Factory", "axolotl")
-            and "bf16" in given
+            and given.get("bf16") in (True, "true", "auto")
             and "dtype" not in self.ours
         ):
             self.set("dtype", "bfloat16", f"the frozen model's, as {trainer} loads it; adapters are float32")
@@ -535,13 +592,15 @@ class Translation:
             self.set("chat_template", value, "" if name == "chat_template" else name)
         elif Path(value, "chat_template.jinja").exists():
             self.set("chat_template", str(Path(value, "chat_template.jinja")), name)
+        elif self.script == "train_pretrain.py":
+            self.nothing.append(f"{name}: {value} (no template in pretraining)")
         elif value in FORMATS:
             self.lose(
                 f"{name}: {value}",
                 "the tokenizer's own format is used; another one: --chat_template FILE.jinja",
             )
         else:
-            self.nothing.append(f"{name}: {value} (the tokenizer's own is used)")
+            self.nothing.append(f"{name}: {value} (the tokenizer's own is used, if it has one)")
 
     add_template = add_chat_template_jinja = add_chat_template_path = add_chat_template
 
@@ -581,6 +640,9 @@ class Translation:
             flag = "dataset_train_split" if "train" in split else "dataset_eval_split"
             self.set(flag, split, name)
 
+    def add_sample_packing(self, name: str, value: Any) -> None:
+        self.add_packing(name, value)
+
     def add_packing(self, name: str, value: Any) -> None:
         if self.script == "train_pretrain.py" and not value:
             self.lose(f"{name}: {value}", "documents fill rows one after another, cut at --max_length")
@@ -590,10 +652,34 @@ class Translation:
             self.add_by_name(name, value)
 
     def add_reward_funcs(self, name: str, value: Any) -> None:
-        """open-r1's names for TRL's."""
-        known = {"accuracy": "accuracy_reward", "format": "think_format_reward"}
-        names = value if isinstance(value, list) else [value]
-        self.add_by_name(name, [known.get(one, one) for one in names])
+        """open-r1's names for TRL's; others are functions of a script."""
+        here = []
+        for one in value if isinstance(value, list) else [value]:
+            ours = {"accuracy": "accuracy_reward", "format": "think_format_reward"}.get(one, one)
+            if (
+                re.fullmatch(r"\w+", ours)
+                and ours not in (*OF_TRL, "exact_number")
+                and not Path(ours).exists()
+            ):
+                self.lose(f"{name}: {one}", "a function of a script: --reward_funcs file.py:function")
+            else:
+                here.append(ours)
+                if ours != one:
+                    self.nothing.append(f"{name}: {one} (TRL's {ours}, of another form perhaps)")
+        if here:
+            self.add_by_name(name, here)
+
+    def add_target_modules(self, name: str, value: Any) -> None:
+        if self.theirs.trainer == "unsloth" and isinstance(value, list) and "embed_tokens" in value:
+            self.lose(f"{name}: embed_tokens", "unsloth trains it whole; it is frozen here")
+            value = [module for module in value if module != "embed_tokens"]
+        self.add_by_name(name, value)
+
+    def add_max_length(self, name: str, value: int) -> None:
+        if self.theirs.trainer == "LLaMA-Factory":
+            self.lose(f"{name}: {value}", "of generation there; of training: cutoff_len")
+        else:
+            self.add_by_name(name, value)
 
     def add_push_to_hub(self, name: str, value: Any) -> None:
         """A first run should not fail for want of a login, nor publish anything."""
@@ -614,14 +700,11 @@ class Translation:
 
     def add_deepspeed(self, name: str, value: Any) -> None:
         stage = 3 if re.search("z(ero)?_?-?3|stage.{0,4}3", str(value), re.IGNORECASE) else 2
-        self.launch = f"--config_file accelerate_configs/deepspeed_zero{stage}.yaml"
+        self.launch_config = f"--config_file accelerate_configs/deepspeed_zero{stage}.yaml"
         self.nothing.append(f"{name}: {value} (by accelerate launch)")
 
     def add_num_processes(self, name: str, value: int) -> None:
         """Of torchrun or deepspeed."""
-        if value > 1:
-            launch = self.launch.replace("single_gpu", "multi_gpu") or "--multi_gpu"
-            self.launch = f"{launch} --num_processes {value}"
         self.nothing.append(f"{name}: {value} (by accelerate launch)")
 
     def add_steps_per_generation(self, name: str, value: int) -> None:
@@ -629,7 +712,7 @@ class Translation:
         given = self.theirs.settings
         window = given.get("gradient_accumulation_steps", 1)
         if name == "generation_batch_size":
-            window *= given.get("per_device_train_batch_size", 8)
+            window *= given.get("per_device_train_batch_size", 8) * self.processes
         if "steps_per_generation" not in self.flags or value % window:
             self.lose(f"{name}: {value}", "--steps_per_generation counts windows here, of one process")
         else:
@@ -647,7 +730,7 @@ class Translation:
         elif isinstance(value, dict):  # its older form: {dataset: share}
             value = [{"id": path, "weight": weight} for path, weight in value.items()]
         elif isinstance(value, str):
-            value = [self.known_to_llamafactory(part.strip()) for part in value.split(",")]
+            value = [self.known_to_llamafactory(part.strip(), flag) for part in value.split(",")]
         sources = []
         for item in value:
             sources += [item] if isinstance(item, str) else self.sources_of(dict(item))
@@ -668,13 +751,13 @@ class Translation:
     def add_dataset_dir(self, name: str, value: str) -> None:
         self.nothing.append(f"{name}: {value} (the names of dataset are looked up there)")
 
-    def known_to_llamafactory(self, name: str) -> Any:
+    def known_to_llamafactory(self, name: str, flag: str) -> Any:
         """A name of LLaMA-Factory's dataset_info.json as the entry there; any other one as it is."""
         folder = Path(self.theirs.settings.get("dataset_dir") or "data")
         info = read_file(folder / "dataset_info.json") if (folder / "dataset_info.json").exists() else {}
         if name not in info:
             if not Path(name).exists() and "/" not in name:
-                self.lose(f"dataset: {name}", "write its file or its name on the Hub in dataset_name")
+                self.lose(f"dataset: {name}", f"write its file or its name on the Hub in {flag}")
             return name
         entry = dict(info[name])
         file = entry.pop("file_name", None)
@@ -698,10 +781,10 @@ class Translation:
         paths = [path]
         if files and path in ("json", "csv", "parquet", "text"):
             paths = files if isinstance(files, list) else [files]
-        elif path is None:
-            self.lose(f"a dataset: {quoted(item, 60, str)}", "it has no path")
+        elif path is None or path in ("json", "csv", "parquet", "text"):
+            self.lose(f"a dataset: {path or quoted(item, 60, str)}", "its files are not written down")
             return []
-        elif files:
+        elif files and files not in (path, [path]):
             self.lose(f"{path}: data_files: {files}", "a source is a file, a folder, or a name on the Hub")
         if isinstance(item.get("type"), dict):
             item |= item.pop("type")
@@ -807,7 +890,8 @@ def main(argv: list[str] | None = None) -> None:
     if out.exists():
         raise UserError(f"{out} is there already: delete it, or name another by --out")
     translation = Translation(read(words), out)
-    launcher = f"accelerate launch -q {translation.launch}" if translation.launch else "python"
+    words = translation.launch()
+    launcher = f"accelerate launch -q {words}" if words else "python"
     start = f"{launcher} {translation.script} --config {out}"
     for name, text in translation.files.items():
         out.with_name(name).write_text(text, encoding="utf-8")
@@ -817,7 +901,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = translation.flags | translation.ours
     a_step = rows["per_device_train_batch_size"] * rows["gradient_accumulation_steps"]
     print(f"a step has {a_step} rows of each process")
-    if "model_name_or_path" not in translation.ours:
+    if not {"model_name_or_path", "config_name"} & translation.ours.keys():
         print("no model is named there: add --model_name_or_path")
     if "dataset_name" not in translation.ours:
         print("no data is named there: add --dataset_name FILE, or a dataset of the Hub")

@@ -215,8 +215,8 @@ def test_what_a_launcher_of_ones_own_would_do_is_told(translated):
     words = "accelerate launch --num_processes 4 sft.py --bf16 --fsdp full_shard --dataset_name data/sft"
     _, ours, said = translated(*words.split())
     assert "accelerate launch -q --num_processes 4 train_sft.py" in said
-    for file in ("single_gpu.yaml", "fsdp2.yaml"):
-        assert re.search(f"the launcher is yours.*{file}", ours)
+    for word in ("--mixed_precision bf16", "fsdp2.yaml"):
+        assert re.search(f"the launcher is yours.*{word}", ours)
 
 
 def test_the_call_of_a_trainer_is_read(translated, tmp_path):
@@ -246,7 +246,10 @@ again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto")
     args, ours, _ = translated(tmp_path / "a.py")
     assert args.dataset_name == ["data/sft/train.jsonl"] and args.model_name_or_path == "data/base_model"
     assert (args.output_dir, args.learning_rate, args.dtype) == ("runs/data/base_model", 1e-4, "float32")
-    assert re.search("later_values: load_dataset.*dpo.*dtype=auto", ours) and "config of TRL" in ours
+    assert (
+        re.search("load_dataset.*dpo.*a later value.*\n.*dtype=auto +a later", ours)
+        and "config of TRL" in ours
+    )
     assert "#     max_steps=count()  " in ours
 
 
@@ -317,11 +320,14 @@ args = SFTConfig(learning_rate=2e-4, max_steps=7, bf16=is_bfloat16_supported(), 
 
 
 def test_a_script_of_older_trl_is_read(translated, tmp_path):
-    """Its trainers took the settings themselves; argparse's defaults are values; what is computed has no default."""
-    lines = """parser.add_argument("--weight-decay", type=float, default=0.05)
+    """Its trainers took the settings themselves; defaults of argparse and of dataclasses are values; what is
+    computed has no default."""
+    lines = """class ScriptArguments:
+    strength: float = field(default=0.5, metadata={"help": "beta"})
+parser.add_argument("--weight-decay", type=float, default=0.05)
 args = parser.parse_args()
 config = TrainingArguments("out", weight_decay=args.weight_decay, warmup_ratio=warm_up(), NEFT=None)
-trainer = DPOTrainer("data/base_model", None, args=config, beta=0.5, loss_type="ipo", dtype=torch.bfloat16,
+trainer = DPOTrainer("data/base_model", None, args=config, beta=script_args.strength, loss_type="ipo", dtype=torch.bfloat16,
                      peft_config=LoraConfig(lora_alpha=32), train_dataset=data, callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
 """
     (tmp_path / "a.py").write_text(lines)
@@ -332,6 +338,15 @@ trainer = DPOTrainer("data/base_model", None, args=config, beta=0.5, loss_type="
     assert re.search("target_modules: peft's choice +by the kind of model", ours)
     assert args.eval_steps == 0 and "early_stopping_patience" in ours
     assert "warmup_steps" not in ours and "warmup_ratio=warm_up()" in ours
+
+
+def test_a_launcher_of_theirs_and_rewards_by_name(translated, tmp_path):
+    words = "torchrun --nproc_per_node 2 grpo.py --fp16 --deepspeed z3.json --reward_funcs accuracy tag_count"
+    words += " --generation_batch_size 64 --num_generations 4 --dataset_name data/grpo"
+    args, ours, said = translated(*words.split())
+    assert "deepspeed_zero3.yaml --mixed_precision fp16 --num_processes 2 train_grpo.py" in said
+    assert args.reward_funcs == ["accuracy_reward"] and "reward_funcs: tag_count" in ours
+    assert args.steps_per_generation == 4  # of 8 completions on each of two processes
 
 
 def test_pretraining_has_their_weight_decay(translated, tmp_path):
@@ -365,12 +380,21 @@ RATE=${RATE:-2e-5}
 python --version
 CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 1 --nproc_per_node 2 src/train.py \\
     --stage sft --model_name_or_path $MODEL --output_dir "$OUT" \\
-    --learning_rate ${RATE} --bf16 --cutoff_len=${LENGTH:-77} 2>&1 | tee --append $OUT/log
+    --learning_rate ${RATE} --bf16 --cutoff_len=${LENGTH:-77} --num_train_epochs $N --warmup_steps 5 $([[ -z "$N" ]] && echo "--fp16") \\
+    --max_grad_norm $(nproc) --seed ${SEED:-${OTHER:-3}} --max_length 9 --report_to='none'& tee --append $OUT/log
 echo done
 """)
-    args, _, said = translated(tmp_path / "run.sh")
-    assert (args.model_name_or_path, args.output_dir) == ("data/base_model", "$HOME/out of data/base_model")
-    assert (args.learning_rate, args.max_length) == (2e-5, 77)
+    args, ours, said = translated(tmp_path / "run.sh")
+    assert (args.model_name_or_path, args.output_dir) == ("data/base_model", "outputs/sft")
+    assert (args.learning_rate, args.max_length, args.warmup_steps, args.seed) == (2e-5, 77, 5, 3)
+    for lost in (
+        "output_dir=$HOME/out of data/base_model",
+        "num_train_epochs=$N",
+        "max_grad_norm=$computed",
+        "max_length: 9",
+    ):
+        assert lost in ours, lost
+    assert "num_train_epochs:" not in ours  # the default of LLaMA-Factory, 3, would be made up
     started = (
         "accelerate launch -q --config_file accelerate_configs/multi_gpu.yaml --num_processes 2 train_sft.py"
     )
