@@ -4,7 +4,10 @@ from typing import Any
 
 from compare import ROOT
 
-COLOURS = ["#0b62a4", "#d9722e", "#8a8a8a"]
+# To be read on white and on black: the background is that of the page.
+COLOURS = ["#2f81d0", "#d9722e", "#8a8a8a"]
+TEXT = "#7d8590"
+COLOURED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 Curve = list[list[float]]  # [x, y]
 
 
@@ -17,6 +20,7 @@ def draw(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams.update(dict.fromkeys(COLOURED, TEXT))
     figure, panel = plt.subplots(figsize=(4.4, 2.9))
     for colour, (side, of_seeds) in zip(COLOURS, curves.items(), strict=False):
         for seed, curve in enumerate(of_seeds):
@@ -34,4 +38,4 @@ def draw(
     panel.grid(alpha=0.3)
     panel.legend(frameon=False, fontsize=9)
     figure.tight_layout()
-    figure.savefig(ROOT / "docs" / f"{name}.png", dpi=150)
+    figure.savefig(ROOT / "docs" / f"{name}.png", dpi=150, transparent=True)
