@@ -12,16 +12,11 @@ table, common/other_names.yaml; a setting that needs more than a name has a meth
 """
 
 import argparse
-import ast
 import importlib
-import itertools
-import json
 import math
 from pathlib import Path
 import re
-import shlex
-from string import Template
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.tracking import get_available_trackers
 from common.args import defaults
@@ -32,38 +27,16 @@ from common.sampling.rewards import OF_TRL
 import yaml
 
 from tools import as_command
+from tools.translate_read import Theirs, read, read_file
 
 STAGES = {"sft": "train_sft.py", "dpo": "train_dpo.py", "orpo": "train_dpo.py", "grpo": "train_grpo.py"}
 STAGES |= {"kto": "experiments/train_kto.py", "reward": "experiments/train_reward.py"}
 STAGES |= {"pretrain": "train_pretrain.py", "cpt": "train_pretrain.py", "run_clm": "train_pretrain.py"}
 STAGE = re.compile(rf"(?<![a-zA-Z])({'|'.join(STAGES)})(?![a-z])", re.IGNORECASE)
-LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
-PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
-# What LoraConfig of peft has where a script says nothing.
-PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "peft's choice"}
 # Dictionaries whose entries are settings like those beside them.
 NESTED = ("trl", "peft", "peft_config", "model_init_kwargs", "training_arguments", "quant_config")
-CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
-CALLS += ("Trainer", "EarlyStoppingCallback", "get_chat_template")
-# Objects that a trainer is given; what is said in their own calls counts.
-OBJECTS = (
-    "model",
-    "args",
-    "train_dataset",
-    "eval_dataset",
-    "tokenizer",
-    "processing_class",
-    "callbacks",
-    "ref_model",
-)
-OBJECTS += (
-    "data_collator",
-    "compute_metrics",
-    "formatting_func",
-    "peft_config",
-    "optimizers",
-    "reward_funcs",
-)
+# Rewards of open-r1, by the names of TRL's for the same.
+OF_OPEN_R1 = {"accuracy": "accuracy_reward", "format": "think_format_reward"}
 # Templates that are formats of their own, not those of a model's tokenizer.
 FORMATS = ("default", "alpaca", "vicuna", "empty", "fewshot", "zephyr", "belle", "ziya")
 # Columns by the names that axolotl and LLaMA-Factory have for them.
@@ -75,294 +48,6 @@ COLUMNS |= {name: name for name in ("chosen", "rejected", "kto_tag", "system", "
 # Entries of a dataset that say how its rows are to be read.
 BY_COLUMNS = ("type", "formatting", "ds_type", "ranking", "columns", "chat_template", "tags", "roles")
 BY_COLUMNS += ("message_property_mappings", "ms_hub_url", "om_hub_url", "trust_remote_code")
-
-
-class Theirs(NamedTuple):
-    trainer: str  # whose defaults apply
-    settings: dict[str, Any]
-    launcher: list[str]  # words of accelerate launch
-    hints: str  # words, among which may be the name of the stage
-
-
-# --- reading ------------------------------------------------------------------------------------------------
-
-
-def read(words: list[str]) -> Theirs:
-    """The settings that a file or a command line holds. Raises UserError."""
-    if words[0].endswith(".sh"):
-        words = command_in(Path(words[0])) + words[1:]
-    launcher, hints, rest = split_command(words)
-    settings: dict[str, Any] = {}
-    computed: dict[str, str] = {}
-    text = ""
-    while rest:
-        word = rest.pop(0)
-        name, has_value, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") and not has_value:
-            name, has_value, value = "config", "=", word
-        values = [value] if has_value else []
-        while rest and not has_value and not rest[0].startswith("--"):
-            values.append(rest.pop(0))
-        unknown = [value for value in values if "$" in value]  # variables that a shell script does not set
-        if unknown:
-            computed[name] = " ".join(unknown)
-            values = [value for value in values if "$" not in value]
-            if not values:
-                continue
-        read_values = [plain(value) for value in values]
-        value = read_values if len(values) > 1 else read_values[0] if values else True
-        if name != "config":
-            settings[name] = value
-            continue
-        hints += f" {value}"
-        if Path(value).suffix in (".py", ".ipynb"):
-            text = source_of(Path(value))
-            settings |= read_python(text)
-        else:
-            settings |= read_file(Path(value))
-    if computed:
-        settings["computed_values"] = settings.get("computed_values", {}) | computed
-    if text:
-        hints += " " + " ".join(re.findall(r"\b(SFT|DPO|ORPO|GRPO|KTO|Reward)(?=Config|Trainer)", text))
-    return Theirs(trainer_of(settings, text, hints), settings, launcher, hints)
-
-
-def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """The launcher's own words, those that name the stage, and the words with settings."""
-    while len(words) > 1 and re.fullmatch(r"[A-Z_][A-Z0-9_]*=.*", words[0]):  # variables of the environment
-        words = words[1:]
-    if words[0] in PROGRAMS:
-        return [], " ".join(words[:2]), words[2:]
-    scripts = []
-    for i, word in enumerate(words):
-        if word.endswith(".py") or (i and words[i - 1] == "-m"):
-            scripts.append(i)
-    if words[0] not in LAUNCHERS or not scripts:
-        return [], "", list(words)
-    before, script, rest = words[: scripts[0]], words[scripts[0]], words[scripts[0] + 1 :]
-    if before[:2] == ["accelerate", "launch"]:
-        return [word for word in before[2:] if word != "-m"], script, rest
-    if processes := re.search(r"--(?:nproc[_-]per[_-]node|num_gpus)[ =](\d+)", " ".join(before)):
-        rest = [*rest, f"--num_processes={processes[1]}"]
-    if devices := re.search(r"--include[ =]\S+?:([\d,]+)", " ".join(before)):
-        rest = [*rest, f"--num_processes={len(devices[1].split(','))}"]
-    return [], script, rest
-
-
-def command_in(path: Path) -> list[str]:
-    """The longest command of a shell script that starts a training, with the variables that the script sets to
-    texts; of what it computes the $ is left."""
-    text = text_of(path).replace("\\\n", "")
-    variables: dict[str, str] = {}
-    commands: list[list[str]] = [[]]
-    for line in text.splitlines():
-        before = ""
-        while line != before:  # from the innermost braces on
-            before = line
-            line = re.sub(r"\$\([^()]*\)|`[^`]*`", "$computed", line)
-            line = re.sub(r"\$\{(\w+):?-([^{}]*)\}", lambda found: variables.get(found[1], found[2]), line)
-            line = Template(line).safe_substitute(variables)
-        line = re.sub(r"&(?=\s|$)", " & ", line)  # 'wandb'& is two words
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # a text of several lines
-            continue
-        if words and words[0] == "export":
-            words = words[1:]
-        if len(words) == 1 and re.match(r"\w+=", words[0]):
-            name, _, value = words[0].partition("=")
-            variables[name] = value
-        for i, word in enumerate(words):
-            if word in (*LAUNCHERS, *PROGRAMS):
-                command = itertools.takewhile(lambda word: not re.match(r"[|;&<]|\d?>", word), words[i:])
-                commands.append(list(command))
-                break
-    longest = max(commands, key=len)
-    if len(longest) < 3:
-        raise UserError(f"{path}: no command in it starts a training ({', '.join(LAUNCHERS + PROGRAMS)})")
-    return longest
-
-
-def plain(word: str) -> Any:
-    """A word of a command line as a value."""
-    try:
-        return yaml.safe_load(word)
-    except yaml.YAMLError:
-        return word
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: {error}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: expected `name: value` lines")
-    return found
-
-
-def text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def source_of(path: Path) -> str:
-    """The text of a Python file, or of a notebook's cells without their commands."""
-    text = text_of(path)
-    if path.suffix == ".py":
-        return text
-    try:
-        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path}: {error}") from None
-    lines = [line for cell in cells for line in "".join(cell).splitlines()]
-    return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
-
-
-def read_python(text: str) -> dict[str, Any]:
-    """The keywords of the calls that configure a training, where their values are written down. Of several values
-    the first one counts: scripts often end with a test of the model."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise UserError(f"the script cannot be read: {error}") from None
-    constants = constants_of(tree)
-    settings: dict[str, Any] = {}
-    computed: dict[str, str] = {}
-    later: list[str] = []
-
-    def keep(name: str, node: ast.expr) -> None:
-        value = literal(node, constants)
-        if value is ... and name in ("bf16", "fp16"):  # whether the GPU can do it
-            value = ast.unparse(node)
-        if value is ...:
-            computed.setdefault(name, ast.unparse(node))
-        elif settings.setdefault(name, value) != value:
-            later.append(f"{name}={value}")
-
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    for call in sorted(calls, key=lambda call: call.lineno):
-        called = ast.unparse(call.func)
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-        if called.endswith(("get_peft_model", "LoraConfig")):
-            settings["use_peft"] = True
-        if called.endswith("train_on_responses_only"):
-            settings["train_on_responses_only"] = True
-        if called.endswith("Trainer"):
-            model = keywords.get("model", call.args[0] if call.args else None)
-            name = literal(model, constants) if model else ...
-            if isinstance(name, str):
-                settings["model_name"] = name
-            for name, node in keywords.items():
-                if name not in OBJECTS:
-                    keep(name, node)
-            if "reward_funcs" in keywords:
-                rewards = literal(keywords["reward_funcs"], constants)
-                name = "reward_functions" if rewards is ... else "reward_funcs"
-                settings[name] = ast.unparse(keywords["reward_funcs"]) if rewards is ... else rewards
-        elif called.endswith("load_dataset"):
-            names = ("path", "name")
-            given = dict(zip(names, call.args, strict=False)) | keywords
-            source = {}
-            for name, node in given.items():
-                value = literal(node, constants)
-                if value is not ...:
-                    source[name] = value
-                else:
-                    computed.setdefault(f"load_dataset: {name}", ast.unparse(node))
-            if settings.setdefault("datasets", [source]) != [source]:
-                later.append(ast.unparse(call))
-        elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
-            if call.args and isinstance(literal(call.args[0], constants), str):
-                keep("output_dir" if called.endswith(("Config", "Arguments")) else "model_name", call.args[0])
-            for name, node in keywords.items():
-                keep(name, node)
-    if any(ast.unparse(call.func).endswith("LoraConfig") for call in calls):
-        settings = {name: value for name, value in PEFT.items() if name not in computed} | settings
-    if not settings:
-        raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
-    if computed:
-        settings["computed_values"] = computed
-    if later:
-        settings["later_values"] = later
-    return settings
-
-
-def constants_of(tree: ast.Module) -> dict[str, Any]:
-    """The variables that are assigned a value which is written down."""
-    constants: dict[str, Any] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            constants |= argument_of(node, constants)
-        if isinstance(node, ast.ClassDef):
-            constants |= fields_of(node, constants)
-        if not isinstance(node, ast.Assign):
-            continue
-        target = node.targets[0]
-        if isinstance(target, ast.Name | ast.Attribute):
-            constants.setdefault(ast.unparse(target), literal(node.value, constants))
-        elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            for name, value in zip(target.elts, node.value.elts, strict=False):
-                if isinstance(name, ast.Name):
-                    constants.setdefault(name.id, literal(value, constants))
-    return constants
-
-
-def argument_of(call: ast.Call, constants: dict[str, Any]) -> dict[str, Any]:
-    """{"args.beta": 0.1} of parser.add_argument("--beta", default=0.1)."""
-    defaults = [literal(keyword.value, constants) for keyword in call.keywords if keyword.arg == "default"]
-    if not ast.unparse(call.func).endswith(".add_argument") or not defaults or not call.args:
-        return {}
-    name = str(literal(call.args[-1], constants)).lstrip("-").replace("-", "_")
-    return {f"args.{name}": defaults[0]}
-
-
-def fields_of(node: ast.ClassDef, constants: dict[str, Any]) -> dict[str, Any]:
-    """{".beta": 0.1} of a dataclass with `beta: float = 0.1`, or `= field(default=0.1)`."""
-    fields = {}
-    for part in node.body:
-        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value:
-            value = part.value
-            if isinstance(value, ast.Call):
-                defaults = [keyword.value for keyword in value.keywords if keyword.arg == "default"]
-                value = defaults[0] if defaults else value
-            fields[f".{part.target.id}"] = literal(value, constants)
-    return fields
-
-
-def literal(node: ast.expr, constants: dict[str, Any]) -> Any:
-    """The value that an expression spells out; ... if it has to be computed."""
-    if isinstance(node, ast.Name):
-        return constants.get(node.id, ...)
-    if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):  # torch.bfloat16
-        return node.attr
-    if isinstance(node, ast.Attribute):  # args.beta
-        return constants.get(ast.unparse(node), constants.get(f".{node.attr}", ...))
-    if isinstance(node, ast.JoinedStr):  # f"{model}-sft"
-        parts = []
-        for part in node.values:
-            value = literal(part.value if isinstance(part, ast.FormattedValue) else part, constants)
-            parts.append(value)
-        return ... if ... in parts else "".join(map(str, parts))
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        return ...
-
-
-def trainer_of(settings: dict[str, Any], text: str, hints: str) -> str:
-    """Whose settings these are."""
-    if re.search(r"^\s*(from|import) unsloth\b", text, re.MULTILINE):
-        return "unsloth"
-    if "base_model" in settings or "axolotl" in hints:
-        return "axolotl"
-    if {"stage", "finetuning_type", "cutoff_len"} & settings.keys() or "llamafactory" in hints:
-        return "LLaMA-Factory"
-    if "run_clm" in hints or ("TrainingArguments" in text and "trl" not in text):
-        return "transformers"
-    return "TRL"
 
 
 # --- translating --------------------------------------------------------------------------------------------
@@ -640,9 +325,6 @@ class Translation:
             flag = "dataset_train_split" if "train" in split else "dataset_eval_split"
             self.set(flag, split, name)
 
-    def add_sample_packing(self, name: str, value: Any) -> None:
-        self.add_packing(name, value)
-
     def add_packing(self, name: str, value: Any) -> None:
         if self.script == "train_pretrain.py" and not value:
             self.lose(f"{name}: {value}", "documents fill rows one after another, cut at --max_length")
@@ -651,16 +333,15 @@ class Translation:
         else:
             self.add_by_name(name, value)
 
+    add_sample_packing = add_packing
+
     def add_reward_funcs(self, name: str, value: Any) -> None:
         """open-r1's names for TRL's; others are functions of a script."""
         here = []
         for one in value if isinstance(value, list) else [value]:
-            ours = {"accuracy": "accuracy_reward", "format": "think_format_reward"}.get(one, one)
-            if (
-                re.fullmatch(r"\w+", ours)
-                and ours not in (*OF_TRL, "exact_number")
-                and not Path(ours).exists()
-            ):
+            ours = OF_OPEN_R1.get(one, one)
+            is_known = ours in OF_TRL or ours == "exact_number" or Path(ours).exists()
+            if re.fullmatch(r"\w+", ours) and not is_known:
                 self.lose(f"{name}: {one}", "a function of a script: --reward_funcs file.py:function")
             else:
                 here.append(ours)

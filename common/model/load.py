@@ -306,9 +306,9 @@ def enable_gradient_checkpointing(model: FlatModel) -> None:
     options: dict[str, Any] = {"use_reentrant": False}
     if model.hybrid.mixers or model.hybrid.rotaries:
         options["context_fn"] = hybrids.recompute_contexts
-    # its name before transformers 5.24
-    old = lm.gradient_checkpointing_enable
-    getattr(lm, "activation_checkpointing_enable", old)(options)
+    older_name = lm.gradient_checkpointing_enable
+    enable = getattr(lm, "activation_checkpointing_enable", older_name)
+    enable(options)
     if hasattr(model.lm, "enable_input_require_grads"):
         model.lm.enable_input_require_grads()
 
