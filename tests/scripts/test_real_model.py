@@ -171,11 +171,11 @@ def test_a_killed_run_goes_on_to_the_weights_of_one_that_never_stopped(launch, s
         "--eval_steps",
         "0",
     ]
-    words += "--logging_steps 1 --save_steps 1 --max_steps 3".split()
+    words += "--logging_steps 1 --save_steps 2 --save_total_limit 1 --max_steps 3".split()
     output = tmp_path / "killed"
     command = [sys.executable, "train_sft.py", *words, "--output_dir", str(output)]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (output / "checkpoint-1").exists():
+    while not (output / "checkpoint-2").exists():
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()
