@@ -253,20 +253,33 @@ def task_rows() -> Path:
 
 
 def gym(model: str, seeds: list[int], steps: int) -> dict[str, Any]:
-    """Of each reward and seed: what is right before and after, and the CPU seconds."""
+    """Of each side, reward and seed: what is right before and after, the CPU seconds, and the peak memory."""
     folder = task_rows()
-    words = ["--dataset_name", folder, "--max_completion_length", GYM_TOKENS, "--save_steps", steps]
     before = answered(model, folder)
     runs = []
-    lines = [f"| {GYM[0]}, solved, held out | before | after | CPU s |", "|---|---|---|---|"]
-    for reward, seed in itertools.product(REWARDS, seeds):
-        file = f"tools/reasoning_tasks.py:{reward}"
-        cpu = our_grpo(model, seed, steps, *words, "--reward_funcs", file)()["cpu"]
+    lines = [
+        f"| {GYM[0]}, solved, held out | before | after | CPU s | peak memory |",
+        "|---|---|---|---|---|",
+    ]
+    for side, reward, seed in [*itertools.product(["ours"], REWARDS, seeds), ("TRL", "solved", seeds[0])]:
+        words = ["--dataset_name", folder, "--max_completion_length", GYM_TOKENS, "--save_steps", steps]
+        words += ["--reward_funcs", f"tools/reasoning_tasks.py:{reward}"]
+        started = our_grpo(model, seed, steps, *words)
+        if side == "TRL":
+            options = (
+                GRPO | TRL_GRPO | {"seed": seed, "save_steps": steps, "max_completion_length": GYM_TOKENS}
+            )
+            options["reward_funcs"] = [f"tools.reasoning_tasks:{reward}"]
+            rows = folder / "train.jsonl"
+            started = peer("trl_grpo", model, rows, steps, COMPLETIONS, work=FOLDER / "grpo", **options)
+        found = started()
         after = answered(FOLDER / f"grpo/checkpoint-{steps}", folder)
-        run = {"reward": reward, "seed": seed, "before": before, "after": after}
-        runs.append(run | {"seconds": round(cpu[steps] - cpu[0])})
-        cells = [f"reward {reward}, seed {seed}", f"{before['solved']:.0%}", f"{after['solved']:.0%}"]
-        lines.append("| " + " | ".join(cells) + f" | {runs[-1]['seconds']} |")
+        seconds = round(found["cpu"][steps] - found["cpu"][0])
+        run = {"side": side, "reward": reward, "seed": seed, "before": before, "after": after}
+        runs.append(run | {"seconds": seconds, "peak_mib": round(found["peak_mib"])})
+        cells = [f"{side}, reward {reward}, seed {seed}", f"{before['solved']:.0%}", f"{after['solved']:.0%}"]
+        cells += [str(seconds), f"{runs[-1]['peak_mib']:,} MiB"]
+        lines.append("| " + " | ".join(cells) + " |")
     return {"settings": GYM, "runs": runs, "markdown": "\n".join(lines)}
 
 

@@ -227,6 +227,7 @@ class Translation:
     def add_defaults(self) -> None:
         """Their defaults where ours differ."""
         trainer, given = self.theirs.trainer, self.theirs.settings
+        evaluates = given.get("eval_strategy", given.get("evaluation_strategy"))
         computed = set()
         for name in given.get("computed_values", {}):
             computed |= {name, *re.findall(r"^--(\w+)", said_here(name) or "")}
@@ -243,9 +244,12 @@ class Translation:
             of_adapters = name.startswith(("lora_", "load_in_"))
             wanted = self.ours.get("use_peft") if of_adapters else name in self.flags
             if name == "dataset_eval_split":
-                wanted = "dataset_name" in given and given.get("eval_strategy") in ("steps", "epoch")
+                wanted = "dataset_name" in given and evaluates in ("steps", "epoch")
             if wanted and name not in self.ours:
                 self.set(name, value, f"the default of {trainer}")
+        if evaluates == "steps" and "eval_steps" not in {*given, *computed}:
+            every = self.ours.get("logging_steps", 10 if trainer == "TRL" else 500)
+            self.set("eval_steps", every, f"the default of {trainer}: logging_steps")
         adapts = self.ours.get("use_peft")
         if adapts and trainer == "LLaMA-Factory" and "lora_alpha" not in self.ours:
             self.set("lora_alpha", 2 * self.ours["lora_r"], "the default of LLaMA-Factory: 2 x lora_rank")

@@ -78,6 +78,8 @@ class Account:
             raise
         self.examples += 1
         self.columns |= row.read & row.keys()
+        for name in row.lacks:
+            _count(self.noted, f"no column {name}, which --columns would rename", [row.where])
         filled = [name for name in sorted(row.keys() - row.read) if dict.get(row, name) is not None]
         for note in notes:
             _count(self.noted, note, [row.where])

@@ -240,6 +240,8 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
                         row[new] = value
                 elif new == "unused":
                     _leave_out(old, row)
+                else:
+                    row.lacks.append(old)
             given += 1
             yield row, [file, number, given]
             if given >= most:

@@ -35,6 +35,7 @@ class Row(dict[str, Any]):
         self.where = where
         self.problem = problem
         self.read: set[str] = set()
+        self.lacks: list[str] = []  # columns that --columns would rename
 
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)

@@ -91,6 +91,16 @@ def test_a_column_that_is_said_to_be_unused_needs_no_note(tmp_path, tokenizer, c
     assert "not read" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_that_is_not_there_to_be_renamed_is_said(tmp_path, tokenizer, capsys, streaming):
+    name = jsonl(tmp_path / "a.jsonl", [{"messages": [U, A], "question": "q"}] * 4)
+    args = arguments(
+        tmp_path, name, columns=["unused=question", "messages=chat"], dataset_streaming=streaming
+    )
+    train, _ = load_data(args, alone(), one_chat, tokenizer)
+    assert train[0] and "no column chat, which --columns would rename (first:" in capsys.readouterr().out
+
+
 def test_prompts_that_go_another_way_are_noted(tmp_path, tokenizer, capsys):
     def encode(row, tokenizer, args):
         return tokenize_row(as_prompt(row), tokenizer)

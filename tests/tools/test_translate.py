@@ -340,6 +340,12 @@ trainer = DPOTrainer("data/base_model", None, args=config, beta=script_args.stre
     assert "warmup_steps" not in ours and "warmup_ratio=warm_up()" in ours
 
 
+def test_evaluations_by_steps_are_as_often_as_lines_unless_they_say(translated):
+    words = "accelerate launch dpo.py --evaluation_strategy steps --logging_steps 7 --dataset_name data/dpo"
+    args, _, _ = translated(*words.split())
+    assert args.eval_steps == 7  # transformers' default for it
+
+
 def test_a_launcher_of_theirs_and_rewards_by_name(translated, tmp_path):
     words = "torchrun --nproc_per_node 2 grpo.py --fp16 --deepspeed z3.json --reward_funcs accuracy tag_count"
     words += " --generation_batch_size 64 --num_generations 4 --dataset_name data/grpo"
