@@ -199,6 +199,12 @@ def our_grpo(model: str, seed: int, steps: int, *words: Any) -> Callable[[], Res
     return ours("train_grpo.py", *settings, *words)
 
 
+def trl_grpo(model: str, rows: Path, steps: int, **options: Any) -> Callable[[], Result]:
+    """As our_grpo."""
+    options = GRPO | TRL_GRPO | options
+    return peer("trl_grpo", model, rows, steps, COMPLETIONS, work=FOLDER / "grpo", **options)
+
+
 def grpo(model: str, side: str, seed: int, steps: int) -> dict[str, Any]:
     """The curve of a run: of each saved step the CPU seconds up to it, and what share is right."""
     words = ["--save_steps", SAVED]
@@ -207,9 +213,7 @@ def grpo(model: str, side: str, seed: int, steps: int) -> dict[str, Any]:
     work = FOLDER / "grpo"
     started = our_grpo(model, seed, steps, *words)
     if side == "TRL":
-        rows = ROOT / "data/arithmetic/train.jsonl"
-        options = GRPO | TRL_GRPO | {"seed": seed}
-        started = peer("trl_grpo", model, rows, steps, COMPLETIONS, work=work, **options)
+        started = trl_grpo(model, ROOT / "data/arithmetic/train.jsonl", steps, seed=seed)
     found: Result = started()
     curve = {0: [0.0, right_share(model)]}
     for step in range(SAVED, steps + 1, SAVED):
@@ -266,20 +270,17 @@ def gym(model: str, seeds: list[int], steps: int) -> dict[str, Any]:
         words += ["--reward_funcs", f"tools/reasoning_tasks.py:{reward}"]
         started = our_grpo(model, seed, steps, *words)
         if side == "TRL":
-            options = (
-                GRPO | TRL_GRPO | {"seed": seed, "save_steps": steps, "max_completion_length": GYM_TOKENS}
-            )
+            options = {"seed": seed, "save_steps": steps, "max_completion_length": GYM_TOKENS}
             options["reward_funcs"] = [f"tools.reasoning_tasks:{reward}"]
-            rows = folder / "train.jsonl"
-            started = peer("trl_grpo", model, rows, steps, COMPLETIONS, work=FOLDER / "grpo", **options)
+            started = trl_grpo(model, folder / "train.jsonl", steps, **options)
         found = started()
         after = answered(FOLDER / f"grpo/checkpoint-{steps}", folder)
         seconds = round(found["cpu"][steps] - found["cpu"][0])
+        memory = round(found["peak_mib"])
         run = {"side": side, "reward": reward, "seed": seed, "before": before, "after": after}
-        runs.append(run | {"seconds": seconds, "peak_mib": round(found["peak_mib"])})
-        cells = [f"{side}, reward {reward}, seed {seed}", f"{before['solved']:.0%}", f"{after['solved']:.0%}"]
-        cells += [str(seconds), f"{runs[-1]['peak_mib']:,} MiB"]
-        lines.append("| " + " | ".join(cells) + " |")
+        runs.append(run | {"seconds": seconds, "peak_mib": memory})
+        shares = f"{before['solved']:.0%} | {after['solved']:.0%}"
+        lines.append(f"| {side}, reward {reward}, seed {seed} | {shares} | {seconds} | {memory:,} MiB |")
     return {"settings": GYM, "runs": runs, "markdown": "\n".join(lines)}
 
 

@@ -78,7 +78,7 @@ LIMITS = {
     "tests": Limits(211_500, 15.1, 7.1, 0.8, 39.2),
     "tools": Limits(21_400, 11.1, 6.5, 0.6, 14.6),
     "experiments": Limits(24_000, 13.2, 5.0, 0.5, 15.0),
-    "benchmarks": Limits(42_350, 14.0, 6.5, 0.8, 17.6),
+    "benchmarks": Limits(42_430, 14.0, 6.5, 0.8, 17.6),
     "train_pretrain.py": Limits(1_320, 12.2, 0.0, 0.0, 12.2),
     "train_sft.py": Limits(780, 10.6, 0.0, 0.0, 10.6),
     "train_dpo.py": Limits(1_350, 13.3, 0.0, 0.0, 13.3),

@@ -143,7 +143,8 @@ def test_adamw_has_the_settings_that_were_asked_for(stage, launch):
 STEP = {
     "pretrain": "--config data/configs/pretrain.yaml --packing_strategy bfd --max_train_samples 60 --max_length 64",
     "sft": "--config data/configs/sft.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
-    "dpo": "--config data/configs/dpo.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1 --max_eval_samples 1",
+    "dpo": "--config data/configs/dpo.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1 --max_eval_samples 1"
+    " --auto_micro_batch",
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --beta 0.02 --num_iterations 2 --temperature 0.9",
 }
 
@@ -175,14 +176,22 @@ os._exit(0)  # as `launch` does: a process group that Python takes down may end 
 
 
 @pytest.fixture(scope="module")
-def on_two_processes(tmp_path_factory):
+def models(tmp_path_factory):
+    """{script: the model that it starts with}; one has experts, which are balanced over all processes."""
+    experts = tmp_path_factory.mktemp("moe") / "moe"
+    make_model(experts, "moe", output_router_logits=True, router_aux_loss_coef=0.3)
+    return dict.fromkeys(STEP, "data/base_model") | {"pretrain": str(experts)}
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(models, tmp_path_factory):
     """{script: the output folder of two steps on two processes}; all in one launch, as starting takes the
     longest. Weights that drift apart are not saved."""
     folder = tmp_path_factory.mktemp("two")
-    words = {stage: [*steps(stage, 2, 2), "--output_dir", f"{folder}/{stage}"] for stage in STEP}
+    words = {stage: [*steps(stage, models, 2, 2), "--output_dir", f"{folder}/{stage}"] for stage in STEP}
     words = {stage: [*given, "--dataset_cache_dir", f"{folder}/cache"] for stage, given in words.items()}
     (folder / "in_turn.py").write_text(IN_TURN)
-    drifts = [*words["sft"], "--save_steps", "1", "--output_dir", f"{folder}/drifts"]
+    drifts = [*words["sft"], "--output_dir", f"{folder}/drifts"]
     run = run_script(
         [*torchrun(), str(folder / "in_turn.py"), json.dumps(words), json.dumps(drifts)], timeout=200
     )
@@ -191,26 +200,33 @@ def on_two_processes(tmp_path_factory):
     return {stage: folder / stage for stage in STEP}
 
 
-def steps(stage, batch, accumulation):
+def steps(stage, models, batch, accumulation):
     sizes = f"--per_device_train_batch_size {batch} --gradient_accumulation_steps {accumulation}"
     evaluation = "--eval_steps 2 --max_eval_samples 5 --per_device_eval_batch_size 2 --eval_max_new_tokens 4"
-    return f"{BASE} --max_steps 2 {evaluation} {STEP[stage]} --save_steps 0 --warmup_steps 0 {sizes}".split()
+    words = f"{BASE} --model_name_or_path {models[stage]} --max_steps 2 {evaluation} {STEP[stage]} --warmup_steps 0 {sizes}"
+    return [*words.split(), "--save_steps", "1" if stage == "sft" else "0"]
 
 
 @pytest.mark.parametrize("stage", STEP)
-def test_two_processes_take_the_steps_of_one(stage, launch, on_two_processes):
-    """Metrics, evaluations and weights: 4 + 4 examples, in micro-batches of 2, are one window of 8."""
-    whole, parts = launch(stage, *steps(stage, 8, 1)), on_two_processes[stage]
+def test_two_processes_take_the_steps_of_one(stage, launch, models, on_two_processes):
+    """Metrics, evaluations and weights: 4 + 4 examples, in micro-batches of 2, are one window of 8. One
+    process goes on from what two have saved."""
+    words = steps(stage, models, 8, 1)
+    whole, parts = launch(stage, *words), on_two_processes[stage]
     assert json.loads((parts / "summary.json").read_text())["processes"] == 2
     for one, two in zip(read_metrics(whole), read_metrics(parts), strict=True):
         assert one.keys() == two.keys() and two == pytest.approx(one, rel=2e-4, abs=2e-5)
     one, two = (load_file(folder / "model.safetensors") for folder in (whole, parts))
     moved = max(
         (one[name] - value).abs().max()
-        for name, value in load_file("data/base_model/model.safetensors").items()
+        for name, value in load_file(f"{models[stage]}/model.safetensors").items()
     )
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0, atol=0.02 * moved.item())
+    if stage == "sft":
+        resumed = launch(stage, *words, "--resume_from_checkpoint", parts / "checkpoint-1", output="resumed")
+        (*_, last), (*_, last_resumed) = train_metrics(whole), train_metrics(resumed)
+        assert last_resumed == pytest.approx(last, rel=2e-4, abs=2e-5)
 
 
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # where the reference is the model without its adapter
