@@ -256,8 +256,9 @@ def task_rows() -> Path:
     return folder
 
 
-def gym(model: str, seeds: list[int], steps: int) -> dict[str, Any]:
-    """Of each side, reward and seed: what is right before and after, the CPU seconds, and the peak memory."""
+def gym(model: str, seeds: list[int], steps: int) -> None:
+    """Of each side, reward and seed: what is right before and after, the CPU seconds, and the peak memory. Kept
+    after each run."""
     folder = task_rows()
     before = answered(model, folder)
     runs = []
@@ -281,7 +282,8 @@ def gym(model: str, seeds: list[int], steps: int) -> dict[str, Any]:
         runs.append(run | {"seconds": seconds, "peak_mib": memory})
         shares = f"{before['solved']:.0%} | {after['solved']:.0%}"
         lines.append(f"| {side}, reward {reward}, seed {seed} | {shares} | {seconds} | {memory:,} MiB |")
-    return {"settings": GYM, "runs": runs, "markdown": "\n".join(lines)}
+        keep(gym={"settings": GYM, "runs": runs, "markdown": "\n".join(lines)})
+    print("\n".join(lines))
 
 
 def keep(**found: Any) -> dict[str, Any]:
@@ -332,8 +334,7 @@ def main() -> None:
             curves,
         )
     if wanted(args.only, "gym"):
-        found = gym(model, args.seeds, args.steps or GRPO_STEPS)
-        print(keep(gym=found)["gym"]["markdown"])
+        gym(model, args.seeds, args.steps or GRPO_STEPS)
 
 
 if __name__ == "__main__":
