@@ -189,7 +189,7 @@ def test_what_cannot_be_merged_leaves_nothing(adapter, tmp_path):
     }
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps(quantised))
-    with pytest.raises(UserError, match="base is quantised: .* --base THE_MODEL"):
+    with pytest.raises(UserError, match=f"base is quantised: .*merge_lora {adapter} OUT --base THE_MODEL"):
         merge_adapter(str(adapter), str(out))
     (adapter / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match="cannot load the adapter"):
