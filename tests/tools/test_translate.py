@@ -444,7 +444,7 @@ echo done
         ("none.yaml", "^none.yaml: .*No such file"),
         ("broken.yaml", "^broken.yaml: while parsing a flow node"),
         ("list.yaml", "^list.yaml: expected `name: value` lines"),
-        ("broken.py", "the script cannot be read: invalid syntax .*line 1"),
+        ("broken.py", "^the script cannot be read: line 1: invalid syntax"),
         ("words", "^words: .*No such file"),
     ],
 )
