@@ -248,7 +248,7 @@ def test_better_worse_and_not_told_apart(fake, capsys):
     said = capsys.readouterr().out
     assert "fake, seed0 (1 of 6)\nmine, seed0 (2 of 6)\n" in said and "\nmine: better\n" in said
     assert "\neval_right, higher is better, against fake: 3 seeds, 100 prompts\n" in said
-    assert said.endswith("outputs/trial/trial.html: open it in a browser\n")
+    assert said.endswith("\noutputs/trial/trial.html: open it in a browser\n")
     page = Path("outputs/trial/trial.html")
     assert "mine against fake: better" in page.read_text()
     assert page.with_name("mine").joinpath("seed0.log").exists()
