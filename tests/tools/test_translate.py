@@ -142,7 +142,7 @@ dataset_mixture:
 bf16: true
 gradient_checkpointing_kwargs: {use_reentrant: false}
 max_seq_length: 256
-report_to: [nowhere, none]
+report_to: [all, dvclive, none]
 push_to_hub: true
 hub_model_id: a-name
 save_strategy: "no"
@@ -163,8 +163,8 @@ HANDBOOK_HERE = {
 }
 HANDBOOK_SAID = """\
 chat_template: {folder}/ours.jinja  # chat_template, which was written in the config
-report_to: none                           # report_to: ['nowhere', 'none']
-#     report_to: nowhere      not installed: pip install nowhere, and --report_to nowhere
+report_to: none                           # report_to: ['all', 'dvclive', 'none']
+#     report_to: dvclive      not installed: pip install dvclive, and --report_to dvclive
 #     push_to_hub: True       add push_to_hub: true and hub_model_id: OWNER/NAME once a run is good
 #     test_split_size: 1000   a number of rows; a share here: --eval_fraction 0.01
 #     data/more: weight: 0.5  a share of its rows; here max_samples of a source, a number"""
@@ -182,6 +182,7 @@ def translated(tmp_path, capsys, monkeypatch):
 
     def run(*words):
         out = tmp_path / "ours.yaml"
+        monkeypatch.setattr(translate, "get_available_trackers", list)
         translate.main(["--out", str(out), *map(str, words)])
         said = capsys.readouterr().out
         script = re.search(r"(?:launch .*|python) (\S+)\.py --config", said)[1].replace("/", ".")
@@ -212,6 +213,7 @@ def test_a_config_of_theirs_is_one_of_ours(trainer, translated, tmp_path):
     if trainer == "TRL":
         assert "eos_token" in (tmp_path / "ours.jinja").read_text()
         assert args.chat_template.endswith("ours.jinja")
+        assert "#     report_to: all          one tracker here, of aim, comet_ml, mlflow, " in ours
 
 
 def test_a_command_line_is_read_as_a_config(translated):
