@@ -146,7 +146,7 @@ def test_a_flag_becomes_a_value_of_its_type(words, name, value):
         ("--wor a", "--word?"),
         ("--word a b", "unknown flag b"),
         ("--learning-rate 1", "--learning_rate"),
-        ("--config nowhere.yaml", "nowhere.yaml"),
+        ("--config nowhere.yaml", "--config nowhere.yaml: [Errno 2]"),
     ],
 )
 def test_a_wrong_flag_is_named(words, named):
@@ -250,7 +250,7 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
     ("text", "named"),
     [
         ("learning_rate: [1, 2]\n", "learning_rate"),
-        ("seed: 1\n\tmax_steps: 2\n", "line 2"),
+        ("seed: 1\n\tmax_steps: 2\n", "line 2: found character"),
         ("seed: true\n", "seed"),
         ("seed: 1\nmax_steps: 2\nseed: 2\n", "seed is there twice"),
         ("max_steps: 1.5\n", "max_steps"),
@@ -259,7 +259,7 @@ def test_yaml_is_converted_as_flags_are_and_yields_to_them(tmp_path):
         ("config: a.yaml\n", "config"),
         ("chat_template: off\n", "quotes"),
         ("- a\n", "name: value"),
-        ("dataset_name: []\n", "dataset_name"),
+        ("dataset_name: []\n", "run.yaml: argument --dataset_name"),
         ("beta: .nan\n", "--beta nan"),
         (f"seed: {'9' * 5000}\n", "digits"),
         ("seed: 1\nalert_webhook: https://h/T0K3N: [\n", "line 2"),
@@ -274,13 +274,15 @@ def test_yaml_that_is_wrong_names_file_and_key(tmp_path, text, named):
 # --- the environment ----------------------------------------------------------------------------------------
 
 
-def test_flags_are_above_yaml_above_the_environment_above_defaults(monkeypatch, tmp_path):
+def test_flags_are_above_yaml_above_the_environment_above_defaults(monkeypatch, tmp_path, capsys):
     config = tmp_path / "a.yaml"
     config.write_text("learning_rate: 2.0e-4\nseed: 2\n")
     for name, value in {"LEARNING_RATE": "1e-4", "SEED": "1", "WEIGHT_DECAY": "0.1"}.items():
         monkeypatch.setenv(f"PLAINLOOP_{name}", value)
     found = parse(*DATA, "--config", str(config), "--seed", "3")
     assert (found.seed, found.learning_rate, found.weight_decay, found.adam_beta1) == (3, 2e-4, 0.1, 0.9)
+    names = "PLAINLOOP_LEARNING_RATE, PLAINLOOP_SEED, PLAINLOOP_WEIGHT_DECAY"
+    assert capsys.readouterr().out == f"settings from the environment: {names}\n"
     assert parse(*DATA).learning_rate == 1e-4
     monkeypatch.setenv("PLAINLOOP_CONFIG", str(config))
     assert (parse(*DATA).learning_rate, parse(*DATA, "--learning_rate", "7").learning_rate) == (2e-4, 7)
@@ -338,7 +340,7 @@ def test_a_script_may_end_itself_with_a_text(monkeypatch):
         launch(main, Args, "no demo")
 
 
-def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
+def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch, capsys):
     for stage, model in DEFAULT_MODEL.items():
         assert f'default_model="{model}"' in (ROOT / f"train_{stage}.py").read_text()
 
@@ -347,13 +349,14 @@ def test_stages_build_on_the_finished_one_before(tmp_path, monkeypatch):
         return parse_args(CommonArgs, "no.yaml", "outputs/sft", words).model_name_or_path
 
     monkeypatch.chdir(tmp_path)
-    assert "outputs/sft" in refused(choose_model)
+    assert "neither outputs/sft nor data/base_model is here" in refused(choose_model)
     shutil.copytree(ROOT / "data" / "base_model", "data/base_model")
     assert choose_model("--model_name_or_path", "mine") == "mine"
     (tmp_path / "outputs" / "sft").mkdir(parents=True)
     assert choose_model() == "data/base_model"  # a run that has not finished is not taken
     (tmp_path / "outputs" / "sft" / "summary.json").write_text("{}")
     assert choose_model() == "outputs/sft"
+    assert "\nmodel: outputs/sft (the finished run of the last stage)\n" in capsys.readouterr().out
 
 
 def test_a_template_that_is_written_in_a_config_is_told_from_a_file():

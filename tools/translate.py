@@ -18,7 +18,7 @@ from pathlib import Path
 import re
 from typing import Any
 
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from common.args import defaults
 from common.command_line import checked, kind_of, parse_args
 from common.errors import UserError, printable, quoted
@@ -310,10 +310,12 @@ class Translation:
                 self.lose(f"{name}: {tracker}", f"one tracker, {self.ours[name]}")
             elif tracker in ("none", *map(str, get_available_trackers())):
                 self.set(name, tracker, f"{name}: {value}" if tracker != value else "")
-            else:
+            elif tracker in LOGGER_TYPE_TO_CLASS:
                 self.lose(
                     f"{name}: {tracker}", f"not installed: pip install {tracker}, and --report_to {tracker}"
                 )
+            else:  # transformers' "all", or one that Accelerate does not know: no package to install
+                self.lose(f"{name}: {tracker}", f"one tracker here, of {', '.join(LOGGER_TYPE_TO_CLASS)}")
 
     def add_model_type(self, name: str, value: str) -> None:
         if self.script == "train_pretrain.py" and not self.ours.get("model_name_or_path"):

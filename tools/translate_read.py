@@ -177,7 +177,7 @@ def read_python(text: str) -> dict[str, Any]:
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
-        raise UserError(f"the script cannot be read: {error}") from None
+        raise UserError(f"the script cannot be read: line {error.lineno}: {error.msg}") from None
     constants = constants_of(tree)
     settings: dict[str, Any] = {}
     computed: dict[str, str] = {}

@@ -45,8 +45,8 @@ def adapter_config(adapter: str | Path, revision: str | None = None) -> "LoraCon
     with hub_errors("adapter", str(adapter)):
         config = peft.PeftConfig.from_pretrained(str(adapter), revision=revision)
     if not isinstance(config, peft.LoraConfig) or config.task_type not in (None, "CAUSAL_LM"):
-        kind = f"{config.peft_type} adapter ({config.task_type or 'of any model'})"
-        raise UserError(f"{adapter} is a {kind}: only LoRA of causal language models is known here")
+        kind = f"{type(config).__name__} ({config.task_type or 'of any model'})"
+        raise UserError(f"{adapter} has a {kind}: only LoRA of causal language models is known here")
     return config
 
 

@@ -134,7 +134,7 @@ def test_a_row_of_several_documents_has_no_number_of_one(tmp_path):
     """It would count for its neighbours, too."""
     train = load(tmp_path, [{"i": 0, "n": 5, "start": 0}], encode=documents)
     with pytest.raises(
-        UserError, match="a row holds several documents, so one number for each .document. has"
+        UserError, match="^/.*a.jsonl: a row holds several documents, so one number for each .document. has"
     ):
         chunk(train, 4)
 
@@ -221,10 +221,20 @@ def several(row, tokenizer, args):
 
 def test_what_is_no_example_is_named():
     for made in (None, [], {"input_ids": [1]}, [{"input_ids": [1]}], [[1, 2]], 3):
-        assert refused(lambda row, tokenizer, args, made=made: made, [{}]).startswith("a.jsonl:1: ")
+        said = refused(lambda row, tokenizer, args, made=made: made, [{}])
+        assert said.startswith("a.jsonl:1: ")
+    assert said == "a.jsonl:1: encode gave 3; expected a list of sequences, or a text"
     sequence = {"input_ids": np.arange(3), "loss_mask": np.ones(3, int)}
     half = lambda row, tokenizer, args: [sequence | {"x": 1}, sequence]  # noqa: E731
-    assert refused(half, [{}]).startswith("a.jsonl:1: ")
+    fields = "{'input_ids': ('token', 'int64'), 'loss_mask': ('token', 'int64')"
+    assert refused(half, [{}]) == (
+        f"a.jsonl:1: sequences with fields {fields}}}; expected, as in a.jsonl:1, {fields}, 'x': ('sequence', 'int64')}}"
+    )
+    wrong = lambda row, tokenizer, args: [sequence | {"x": [1, 2]}]  # noqa: E731
+    assert refused(wrong, [{}]) == (
+        "a.jsonl:1: the field x is [1, 2]; expected finite numbers, one or one for each of 3 tokens; "
+        "input_ids of 0 to 65535, a loss_mask of 0 and 1"
+    )
 
 
 def test_examples_may_have_any_number_of_sequences(tmp_path):

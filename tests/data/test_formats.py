@@ -183,7 +183,7 @@ def test_prompts_of_completions_are_not_trained():
         ),
         ({"messages": [U, A | {"tool_calls": [{"function": "f"}]}]}, " "),
         ({"messages": "[{"}, " "),
-        ({"messages": [U, A], "images": ["x.png"]}, "a row with images"),
+        ({"messages": [U, A], "images": ["x.png"]}, "its text alone: --columns unused=images)"),
         ({"messages": [U, A], "tools": "[{"}, "JSONDecodeError"),
         ({"messages": [U, A], "tools": ["f"]}, "tools is not a list of objects"),
         ({"messages": [U, {"role": "assistant", "content": "\ud83d"}]}, "surrogates not allowed"),

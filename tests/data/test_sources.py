@@ -173,10 +173,10 @@ def test_the_identity_of_a_dataset_is_its_fingerprint(tmp_path):
 @pytest.mark.parametrize(
     "item, named",
     [
-        ('{"path": ', "not valid JSON"),
-        ({"split": "train"}, "path"),
-        ({"path": "a.jsonl", "weight": 1}, "weight"),
-        ({"path": "a.jsonl", "max_samples": 0}, "max_samples"),
+        ('{"path": ', 'name {"path": : not valid JSON: Expecting value: line 1'),
+        ({"split": "train"}, 'name {"split": "train"}: path is None; expected path (str), name (str)'),
+        ({"path": "a.jsonl", "weight": 1}, "weight is 1; expected path (str), name (str), split (str), max"),
+        ({"path": "a.jsonl", "max_samples": 0}, "max_samples is 0; expected"),
     ],
 )
 def test_a_wrong_item_is_named(item, named):
@@ -215,7 +215,7 @@ def test_a_missing_source_is_named(tmp_path, name):
     name = str(tmp_path / name) if os.path.lexists(tmp_path / name) else name
     with pytest.raises(UserError) as caught:
         columns(found(name)[0][0])
-    assert name in line(caught)
+    assert line(caught).removeprefix("dataset ").startswith(name)
 
 
 @pytest.mark.parametrize(
@@ -225,17 +225,17 @@ def test_a_missing_source_is_named(tmp_path, name):
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl:2: not valid JSON: Expecting value"),
         ("a.json", b'[\n{"text": "x"},\n{"text": }\n]', "a.json: cannot be read: Expecting value: line 3"),
         ("a.json", b'["x"]', "a.json row 1"),
-        ("a.jsonl", b'{"text": "x"}\n3\n', "a.jsonl:2"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2"),
+        ("a.jsonl", b'{"text": "x"}\n3\n', "a.jsonl:2: expected an object {column: value}, found int"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "a.jsonl:2: expected UTF-8: invalid start byte; "),
         ("a.csv", b'text\n"a\nb"\ncaf\xe9\n', "a.csv:4"),
         ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), "a.jsonl:1"),
-        ("a.csv", b"text\na\nb,c\n", "a.csv:3"),
-        ("a.csv", b"text,n,text\na,1,b\n", "a.csv:1: several columns"),
+        ("a.csv", b"text\na\nb,c\n", "a.csv:3: more fields than columns: text"),
+        ("a.csv", b"text,n,text\na,1,b\n", "a.csv:1: several columns have one name: text, n, text"),
         ("a.csv", b'text\na\n"b\nc\n', "a.csv"),
         ("a.jsonl.gz", b"not gzip", "a.jsonl.gz"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}' * 99, mtime=0)[:20], "a.jsonl.gz"),
         ("a.parquet", b"not parquet", "a.parquet"),
-        ("a.docx", b"x", "a.docx: unknown kind of file"),
+        ("a.docx", b"x", "a.docx: unknown kind of file; expected .jsonl, .json, .txt, .csv, .tsv, .parq"),
     ],
 )
 def test_a_broken_file_is_named_with_its_place(tmp_path, name, content, named):
@@ -244,7 +244,7 @@ def test_a_broken_file_is_named_with_its_place(tmp_path, name, content, named):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError) as caught:
         load_rows(str(tmp_path / name))
-    assert f"{tmp_path}/{named}" in line(caught)
+    assert line(caught).removeprefix("no rows in ").startswith(f"{tmp_path}/{named}")
 
 
 def test_another_encoding_is_refused(tmp_path):

@@ -213,7 +213,7 @@ def test_new_rows_are_the_same_in_every_model():
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_new_tokens_in_rows_that_pad_the_embedding_start_as_grown_ones(kind):
+def test_new_tokens_in_rows_that_pad_the_embedding_start_as_grown_ones(kind, capsys):
     """Phi-3 has 32,064 rows and 32,011 tokens: an added one finds a row of zeros, which says nothing."""
     lm = tiny_lm(kind)
     parts = [lm.get_input_embeddings(), lm.get_output_embeddings()]
@@ -222,6 +222,7 @@ def test_new_tokens_in_rows_that_pad_the_embedding_start_as_grown_ones(kind):
             part.weight[V - 4 :] = 0
     before = [part.weight.detach().clone() for part in parts]
     grow_embedding(lm, V - 2)
+    assert "model: 2 tokens have rows of zeros: they start as the mean" in capsys.readouterr().out
     for part, old in zip(parts, before, strict=True):
         weight = part.weight.detach()
         mean = old[: V - 4][old[: V - 4].any(1)].mean(0)  # without the token that pads texts
@@ -296,5 +297,6 @@ def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
 def test_only_lora_adapters_are_read(tmp_path):
     for kind, task in ((peft.IA3Config, "CAUSAL_LM"), (peft.LoraConfig, "SEQ_CLS")):
         kind(task_type=task, base_model_name_or_path="x").save_pretrained(tmp_path / task)
-        with pytest.raises(UserError, match="only LoRA of causal language models is known"):
+        found = rf"^{tmp_path}/{task} has a {kind.__name__} \({task}\): only LoRA of causal"
+        with pytest.raises(UserError, match=found):
             adapter_config(tmp_path / task)

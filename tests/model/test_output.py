@@ -140,7 +140,7 @@ def test_a_filler_adds_nothing(name):
 def test_what_is_not_there_is_refused():
     for options, said in (
         ({"nll_weights": torch.ones(174, requires_grad=True)}, "nll_weights and temperature get no gradient"),
-        ({"nll_weights": torch.ones(173)}, "one for each of 174 tokens"),
+        ({"nll_weights": torch.ones(173)}, r"nll_weights \(173,\): one for each of 174 tokens"),
         ({"nll_weights": torch.ones(1, 174)}, "one for each of 174 tokens"),
         (
             {"temperature": torch.tensor(0.7, requires_grad=True)},
@@ -225,5 +225,7 @@ def test_map_logits_may_give_any_shape_with_a_row_each():
     out = model(batch, map_logits=lambda logits, rows: logits.topk(3)[0][:, None])
     assert out.mapped.shape == (len(batch["targets"]), 1, 3)
     for wrong in (lambda x, r: (x, x), lambda x, r: x.sum(), lambda x, r: x.sum(-1)[None], lambda x, r: None):
-        with pytest.raises(ValueError, match=r"map_logits gave .* expected a tensor \(\d+, ...\)"):
+        with pytest.raises(
+            ValueError, match=r"gave .* for (\d+) rows of logits; expected a tensor \(\1, ...\)"
+        ):
             model(batch, map_logits=wrong)

@@ -107,7 +107,7 @@ def test_under_autocast_it_is_a_linear_layer(bits, bitsandbytes, tmp_path):
         ({"load_in_8bit": True}, "--load_in_8bit: quantised weights cannot be trained"),
         ({"load_in_4bit": True, "load_in_8bit": True, "use_peft": True}, "one of them"),
         ({"load_in_4bit": True, "use_peft": True, "use_dora": True}, "--load_in_4bit: not with --use_dora"),
-        ({"load_in_4bit": True, "use_peft": True}, "not sharded"),
+        ({"load_in_4bit": True, "use_peft": True}, "--load_in_4bit: quantised weights are not sharded"),
     ],
 )
 def test_flags_that_conflict_are_refused(options, said, bitsandbytes):
@@ -121,7 +121,7 @@ def test_a_promise_of_quantised_weights_is_checked(bitsandbytes, tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="take out that entry"):
+    with pytest.raises(UserError, match="and model.*_proj of the files is plain: take out"):
         load_pretrained(CommonArgs(), tmp_path)
     model = FlatModel(tiny_lm("llama"))
     model.lm.config.quantization_config = config["quantization_config"]

@@ -117,5 +117,7 @@ def test_a_head_that_is_cut_is_refused():
     if not hasattr(transformers, "InklingTextConfig"):
         pytest.skip("transformers does not have it")
     sizes = {**SIZE, **HEAD, "n_routed_experts": 4, "num_experts_per_tok": 2, "unpadded_vocab_size": V - 1}
-    with pytest.raises(UserError, match="its head does not give its logits"):
+    with pytest.raises(
+        UserError, match=r"the model \(InklingForCausalLM\): its head does not give its logits"
+    ):
         wrap(spread("InklingTextConfig", sizes))

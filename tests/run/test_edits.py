@@ -172,7 +172,7 @@ def test_a_forgotten_temperature_is_said(is_forgotten, launch, capsys, monkeypat
 
 def test_weights_of_another_shape_name_their_metric(tmp_path):
     metrics = Metrics(Accelerator(cpu=True), CommonArgs(output_dir=str(tmp_path)))
-    with pytest.raises(ValueError, match="my_loss"):
+    with pytest.raises(ValueError, match=r"my_loss is \(3, 1\), and its weights are \(3,\)"):
         metrics.add(torch.ones(3), my_loss=torch.ones(3, 1))
     metrics.add(torch.ones(3), of_all=torch.tensor(2.0))
     assert metrics.window_means()["of_all"] == 2.0

@@ -62,14 +62,14 @@ def resume_point(args):
 
 
 CHANGES = [
-    ({"seed": 1}, "seed 0 -> 1"),
+    ({"seed": 1}, r"out/checkpoint-6 is of another run \(seed 0 -> 1\)"),
     ({"dataset_name": ["data/dpo"]}, r"dataset_name \['data/sft'\] -> \['data/dpo'\]"),
     (
         {"model_name_or_path": "gpt2", "dtype": "bfloat16"},
         "data/base_model -> gpt2, dtype float32 -> bfloat16",
     ),
     ({"lora_r": 8, "learning_rate": 1.0}, "lora_r 16 -> 8"),
-    ({"resume_from_checkpoint": "none"}, "holds an earlier run"),
+    ({"resume_from_checkpoint": "none"}, "out holds an earlier run"),
     ({"save_best": "eval_loss", "eval_temperatures": [1.0]}, r"eval_temperatures \[0.0\] -> \[1.0\]"),
 ]
 
@@ -78,7 +78,8 @@ CHANGES = [
 def test_other_runs_are_refused_with_the_difference(change, shown, tmp_path):
     # the same metric
     args = folder_of_a_run(tmp_path, save_best="min:loss" if "save_best" in change else None)
-    with pytest.raises(UserError, match=shown) as refused:
+    expected = rf"^{tmp_path}/.*{shown}.*: choose another --output_dir, or start over"
+    with pytest.raises(UserError, match=expected) as refused:
         resume_point(args | change)
     assert "learning_rate" not in str(refused.value)
 
@@ -106,8 +107,13 @@ def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
             resume_point(args | same)
         said = capsys.readouterr().out
         assert done.value.code == 0 and "complete" in said
-    for other in ({"learning_rate": 0.5}, {"max_steps": 7}, {"max_steps": 8, "num_train_epochs": 2.0}):
-        with pytest.raises(UserError, match="holds a complete run"):
+    for other, shown in (
+        ({"learning_rate": 0.5}, "learning_rate 2e-05 -> 0.5"),
+        ({"max_steps": 7}, "max_steps 8 -> 7"),
+        ({"max_steps": 8, "num_train_epochs": 2.0}, "num_train_epochs 1.0 -> 2.0"),
+    ):
+        longer = "a larger --max_steps goes on with it; choose another --output_dir"
+        with pytest.raises(UserError, match=rf"^{tmp_path}/out holds a complete run \({shown}\): {longer}"):
             resume_point(args | other)
     with pytest.raises(UserError, match="seed 0 -> 1"):
         resume_point(args | {"seed": 1, "max_steps": 20})
@@ -116,7 +122,8 @@ def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
     assert resume_point(args | {"max_steps": -1, "num_train_epochs": 3.0})
     for folder in checkpoints(args["output_dir"]):
         shutil.rmtree(folder)
-    with pytest.raises(UserError, match="no checkpoint to go on from"):
+    expected = f"^{tmp_path}/out holds a complete run, and no checkpoint to go on from: choose another"
+    with pytest.raises(UserError, match=expected):
         resume_point(args | {"max_steps": 20})
 
 
@@ -134,9 +141,9 @@ def test_a_run_goes_on_from_its_newest_checkpoint_or_a_named_one(tmp_path):
     shutil.copytree(tmp_path / "out" / "checkpoint-3", copy)  # of this run, one step further
     (tmp_path / "new" / "args.yaml").write_text(yaml.safe_dump(args | named))
     assert resume_point(args | named) == copy  # the same command once more
-    with pytest.raises(UserError, match="holds an earlier run"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/out holds an earlier run: choose another"):
         resume_point(args | {"resume_from_checkpoint": str(copy)})
-    with pytest.raises(UserError, match="latest: manifest.json cannot be read .*expected auto"):
+    with pytest.raises(UserError, match="checkpoint latest: manifest.json cannot be read .*expected auto"):
         resume_point(args | {"output_dir": str(tmp_path / "fresh"), "resume_from_checkpoint": "latest"})
 
 
@@ -148,7 +155,8 @@ def test_an_unreadable_run_is_not_overwritten(tmp_path):
     for folder in checkpoints(args["output_dir"]):
         (folder / "args.yaml").unlink()
         write_manifest(folder)
-    with pytest.raises(UserError, match="args.yaml cannot be read"):
+    expected = f"^{tmp_path}/out/checkpoint-6 is of a run whose args.yaml cannot be read: choose another"
+    with pytest.raises(UserError, match=expected):
         resume_point(args)
     assert resume_point(args | {"overwrite_output_dir": True}) is None
     (tmp_path / "out" / "mine.txt").write_text("")
@@ -336,7 +344,7 @@ def test_a_deleted_folder_ends_the_run(taken, launch, tmp_path, monkeypatch):
         return update(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", delete)
-    with pytest.raises(UserError, match=f"{out} was deleted while this run was writing to it"):
+    with pytest.raises(UserError, match=f"^{out} was deleted while this run was writing to it"):
         launch("sft", *SFT, "--save_steps", "4")
     assert not out.exists() or os.listdir(out) == [".lock"]
 
@@ -378,7 +386,8 @@ def test_a_script_that_changes_the_working_directory_writes_nowhere_else(launch,
 def test_foreign_files_are_not_written_over(name, launch, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("mine")
-    with pytest.raises(UserError, match=f"holds {name}, but no run|whose args.yaml cannot be read"):
+    out = f"{tmp_path}/out"
+    with pytest.raises(UserError, match=f"_dir {out} holds {name}, but no run|^{out} is of a run whose"):
         launch("sft", *SFT, "--max_steps", "1")
     assert (tmp_path / "out" / name).read_text() == "mine"
 
@@ -419,12 +428,15 @@ def test_a_finished_run_is_whole_until_it_is_replaced(launch, tmp_path):
 
     before = content()
     wrong = [
-        ["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"],
-        ["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"],  # would go on
-        "--max_steps -1 --num_train_epochs 0.1".split(),  # would end before its checkpoint
+        (["--overwrite_output_dir", "--dataset_name", tmp_path / "typo.jsonl"], "typo.jsonl"),
+        (["--max_steps", "3", "--eval_prompts", tmp_path / "typo.jsonl"], "typo.jsonl"),  # would go on
+        (
+            "--max_steps -1 --num_train_epochs 0.1".split(),
+            f"^{output}/checkpoint-2 lies beyond step 1, at which this run would end",
+        ),
     ]
-    for more in wrong:
-        with pytest.raises(UserError):
+    for more, line in wrong:
+        with pytest.raises(UserError, match=line):
             launch("sft", *words, *more)
         assert content() == before, more
     launch("sft", *words, "--overwrite_output_dir", "--max_steps", "1")
@@ -454,7 +466,8 @@ def test_a_run_that_is_refused_leaves_the_lock_of_the_other(tmp_path):
     )
     try:
         assert other.stdout.readline() == b"held\n"
-        with pytest.raises(UserError, match="in use"):
+        expected = f"^{tmp_path}/out is in use by process {other.pid} on .*: stop it, or choose another"
+        with pytest.raises(UserError, match=expected):
             module.lock(tmp_path / "out")
         module.remove_if_unused(tmp_path / "out")
         assert (tmp_path / "out" / ".lock").exists()

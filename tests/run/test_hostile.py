@@ -57,7 +57,7 @@ BROKEN = {
         lambda f: changed(
             f, lambda tensors: tensors["model.layers.1.self_attn.q_proj.weight"][0, 3].fill_(float("nan"))
         ),
-        "model.layers.1.self_attn.q_proj.weight holds a NaN",
+        "/model: model.layers.1.self_attn.q_proj.weight holds a NaN",
     ),
     "truncated": (lambda f: os.truncate(f / "model.safetensors", 70_000), "cannot load the model"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
@@ -71,7 +71,7 @@ BROKEN = {
     ),
     "NaN in config": (
         lambda f: edit_config(f, rms_norm_eps=float("nan")),
-        "a few tokens give NaN: look at *_eps",
+        "the model (LlamaForCausalLM): a few tokens give NaN: look at *_eps",
     ),
     "its own base": (lambda f: adapter(f, str(f)), "cannot load the tokenizer"),
     "null as base": (lambda f: adapter(f, None), "cannot load the tokenizer"),

@@ -3,6 +3,7 @@ keeps it."""
 
 import json
 
+from common.run.dry_run import show_facts
 import numpy as np
 import pytest
 
@@ -69,7 +70,7 @@ def test_a_dry_run_does_not_touch_a_run_that_is_there(launch, capsys):
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
+def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path, capsys):
     some = write_chats(tmp_path / "some.jsonl", CHATS)
     words = [*STAGES["sft"], "--dataset_name", some, *"data/sft --dataset_weights 0.1 0.3 --packing".split()]
     output = launch(
@@ -101,6 +102,10 @@ def test_the_facts_of_a_run_are_in_dataset_json(launch, tmp_path):
     assert (lows[0], highs[-1]) == (lengths["min"], lengths["max"])
     assert lows[1:] == tuple(high + 1 for high in highs[:-1])
     assert facts["plan"]["steps"] == 2 and facts["model"]["parameters"] == {"trained": 381600, "all": 381600}
+    lengths["histogram"] = [[1, 9, 20], [10, 1200, 1000]]
+    show_facts(facts)
+    bars = f"          1 - 9       #{' ' * 39} 20\n         10 - 1,200   {'#' * 40} 1,000\n"
+    assert capsys.readouterr().out.endswith(bars)
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])

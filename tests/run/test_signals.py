@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 import torch
 
-from tests.conftest import read_metrics
+from tests.conftest import events_of, read_metrics
 from tests.run.script import Script
 from tests.run.test_resume import COMMON, STAGES
 
@@ -121,6 +121,8 @@ def test_a_short_limit_of_time_stops_after_a_step_each_time(launch, tmp_path):
         assert left.value.code == EXIT_CODE and checkpoints(tmp_path / "out")[-1].name == f"checkpoint-{step}"
     output = launch("sft", *words, "--max_hours", "1")  # the limit is no part of what makes a run the same
     assert [row["step"] for row in read_metrics(output) if "loss" in row] == [1, 2, 3]
+    texts = [event["text"] for event in events_of(output, "stopped")]
+    assert texts == 2 * ["by --max_hours; the same command resumes it"]
 
 
 def test_the_clock_leaves_room_for_a_save(monkeypatch):

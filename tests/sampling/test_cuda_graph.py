@@ -136,7 +136,8 @@ def test_a_failed_capture_leaves_sampling_right(error, device, eager, capsys):
     assert_same(logits_of_steps(device.graph, die), eager)
     # Without memory the next size is tried again; any other error is the step's own.
     assert device.captured == (4 if "memory" in error else 1) and not device.capturing
-    assert "sampling: no CUDA graph" in capsys.readouterr().out
+    reason = "for this size: out of memory" if "memory" in error else f"({error})"
+    assert f"sampling: no CUDA graph {reason}\n" in capsys.readouterr().out
 
 
 def test_a_step_that_waits_is_never_captured(device, eager):

@@ -143,9 +143,10 @@ def test_length_falls_beyond_its_limit():
     [
         *(
             ([spec], f"--reward_funcs {spec}")
-            for spec in ("regex:(", "length:", "length:0", "length:2.5", "length:many")
+            for spec in ("length:", "length:0", "length:2.5", "length:many")
         ),
-        (["regex:a", "regex:b"], "same name"),
+        (["regex:("], "--reward_funcs regex:(: missing )"),
+        (["regex:a", "regex:b"], "--reward_funcs: two functions have the same name: regex, regex"),
         (["nowhere.py:my_reward"], "no file"),
         (["tests"], "file.py:function"),  # a folder without a model
         (["no_such_package.rewards.right"], "pip install no_such_package"),
@@ -491,7 +492,11 @@ def test_the_working_directory_is_put_back(ends, tmp_path, monkeypatch):
             "needs a column answer; .*--columns answer=solution",
         ),
         ("completions, answer, **columns", {}, "needs a column answer; the rows have none$"),
-        ("prompts, completions, answer", {"answer": 1}, "does not take completion_ids; .*\\*\\*columns"),
+        (
+            "prompts, completions, answer",
+            {"answer": 1},
+            "my_reward does not take completion_ids; the rows have answer: give it \\*\\*columns",
+        ),
         (
             "completions, **columns",
             {"completions": 1},
@@ -513,5 +518,7 @@ def test_columns_suit_the_signature_before_anything_is_sampled(tmp_path, signatu
 @pytest.mark.parametrize("name", ["loss", "step", "prompt"])
 def test_a_reward_has_no_name_of_an_evaluations_own(name, tmp_path):
     spec = user_file(tmp_path, f"def {name}(completions, **columns): return [1.0 for _ in completions]", name)
-    with pytest.raises(UserError, match=f"--eval_reward_funcs: a function called {name}"):
+    with pytest.raises(
+        UserError, match=f"--eval_reward_funcs: a function called {name} would replace the {name} of eval"
+    ):
         load_rewards([spec], CPU, "--eval_reward_funcs")

@@ -33,7 +33,7 @@ TABLE = [
     ("sft", f"{SFT} --eval_prompts nowhere.jsonl", "nowhere.jsonl"),
     ("sft", f"{SFT} --early_stopping_patience 2", "--save_best"),
     ("sft", f"{SFT} --report_to nothing", "nothing"),
-    ("sft", f"{SFT} --report_to swanlab", "swanlab"),
+    ("sft", f"{SFT} --report_to swanlab", "swanlab: pip install it, if it is one of aim, comet_ml, mlflow, "),
     ("sft", f"{SFT} --dataset_name nowhere.jsonl", "nowhere.jsonl"),
     ("sft", f"{SFT} --dataset_name empty.jsonl", "empty.jsonl"),
     ("sft", f"{SFT} --dataset_name columns.jsonl", "columns.jsonl:1"),
@@ -51,7 +51,11 @@ TABLE = [
     ("dpo", f"{DPO} --loss_type ipo --label_smoothing 0.1", "--label_smoothing"),
     ("dpo", f"{DPO} --loss_weights 0.8 0.2", "--loss_weights"),
     ("dpo", f"{DPO} --dataset_streaming --precompute_ref_log_probs", "--dataset_streaming"),
-    ("grpo", f"{GRPO} --num_generations 3", "num_generations 3"),
+    (
+        "grpo",
+        f"{GRPO} --num_generations 3",
+        "generations 3 does not divide the 8 completions of a step (per_device_train_batch_size 8 x gradient_accumulation_steps 1 x 1 processes)",
+    ),
     ("grpo", f"{GRPO} --loss_type cispo --epsilon_high 0.28", "--epsilon_high"),
     ("grpo", f"{GRPO} --loss_type cispo", "--epsilon_high"),
     ("grpo", f"{GRPO} --temperature 0", "--temperature"),
@@ -114,7 +118,9 @@ def test_a_mistake_is_one_line_that_names_it(stage, text, named, launch, files):
 
 
 LAUNCHES = {
-    "FSDP": {"ACCELERATE_USE_FSDP": "true"},  # Accelerate leaves it out on a CPU, in silence
+    "ACCELERATE_USE_FSDP=true has no effect here": {
+        "ACCELERATE_USE_FSDP": "true"
+    },  # Accelerate leaves it out on a CPU, in silence
     # What `accelerate launch --cpu --num_processes 2` sets.
     "fp16 on a CPU": {"ACCELERATE_MIXED_PRECISION": "fp16"},
     "cpu_ddp.yaml": {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"},

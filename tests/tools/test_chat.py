@@ -121,9 +121,9 @@ def test_after_a_mistake_the_chat_goes_on(talk, tmp_path):
     )
     mistakes = {
         "/retry": "/retry",
-        "/nosuch": "/nosuch",
+        "/nosuch": "/nosuch: one of /system, /retry, /temperature, /save, /help, /quit",
         "/temperature hot": "temperature hot",
-        f"/save {tmp_path}": "/save",
+        f"/save {tmp_path}": "/save FILE, after an answer",
         "two \udcff": "",
         " ".join(["number"] * 600): "positions",
         "/system Be brief.": None,
@@ -131,8 +131,10 @@ def test_after_a_mistake_the_chat_goes_on(talk, tmp_path):
         "/system": None,
     }
     lines = [*mistakes, "four", "/save a\0b", f"/save {tmp_path / 'kept'}", "/quit", "never read"]
-    _, err = talk(*lines, flags=("--temperature", "0", "--max_new_tokens", "2"), model=tmp_path / "strict")
-    named = [name for name in mistakes.values() if name is not None] + ["null byte"]
+    out, err = talk(*lines, flags=("--temperature", "0", "--max_new_tokens", "2"), model=tmp_path / "strict")
+    assert out.startswith(f"{tmp_path}/strict: write, and press Enter. /system /retry ")
+    assert f"saved to {tmp_path}/kept\n" in out
+    named = [name for name in mistakes.values() if name is not None] + [r"/save a\x00b: embedded null byte"]
     said = err.splitlines()
     assert len(said) == len(named) and all(name in line for name, line in zip(named, said, strict=True)), said
     assert [m["content"] for m in json.loads((tmp_path / "kept").read_text())["messages"]][:1] == ["four"]

@@ -74,6 +74,14 @@ FACTORY_HERE = {
     "overwrite_output_dir": False,
     "columns": ["instruction=question"],
 }
+FACTORY_SAID = """\
+dtype: bfloat16                           # the frozen model's, as LLaMA-Factory loads it; adapters are float32
+num_train_epochs: 3                       # the default of LLaMA-Factory
+min_lr_ratio: 0.1                         # lr_scheduler_kwargs: min_lr 1e-05
+#     dataset: theirs             write its file or its name on the Hub in dataset_name
+#     flux_capacitor: 1.21        not known here
+#     dataset_dir: {folder} (the names of dataset are looked up there)
+#     template: qwen3 (the tokenizer's own is used, if it has one)"""
 
 AXOLOTL = """
 base_model: data/base_model
@@ -118,6 +126,9 @@ AXOLOTL_HERE = {
     "chat_template": None,
     "eval_fraction": 0.05,
 }
+AXOLOTL_SAID = """\
+columns: [chosen=better]                  # json: field_chosen: better
+#     json: type: chat_template.default (rows are read by their columns)"""
 
 HANDBOOK = """
 model_name_or_path: data/base_model
@@ -131,7 +142,7 @@ dataset_mixture:
 bf16: true
 gradient_checkpointing_kwargs: {use_reentrant: false}
 max_seq_length: 256
-report_to: [nowhere, none]
+report_to: [all, dvclive, none]
 push_to_hub: true
 hub_model_id: a-name
 save_strategy: "no"
@@ -150,11 +161,18 @@ HANDBOOK_HERE = {
     "push_to_hub": False,
     "save_steps": 0,
 }
+HANDBOOK_SAID = """\
+chat_template: {folder}/ours.jinja  # chat_template, which was written in the config
+report_to: none                           # report_to: ['all', 'dvclive', 'none']
+#     report_to: dvclive      not installed: pip install dvclive, and --report_to dvclive
+#     push_to_hub: True       add push_to_hub: true and hub_model_id: OWNER/NAME once a run is good
+#     test_split_size: 1000   a number of rows; a share here: --eval_fraction 0.01
+#     data/more: weight: 0.5  a share of its rows; here max_samples of a source, a number"""
 
 CONFIGS = {
-    "LLaMA-Factory": (FACTORY, FACTORY_HERE, "train_sft.py"),
-    "axolotl": (AXOLOTL, AXOLOTL_HERE, "train_dpo.py"),
-    "TRL": (HANDBOOK, HANDBOOK_HERE, "train_sft.py"),
+    "LLaMA-Factory": (FACTORY, FACTORY_HERE, "train_sft.py", FACTORY_SAID),
+    "axolotl": (AXOLOTL, AXOLOTL_HERE, "train_dpo.py", AXOLOTL_SAID),
+    "TRL": (HANDBOOK, HANDBOOK_HERE, "train_sft.py", HANDBOOK_SAID),
 }
 
 
@@ -164,6 +182,7 @@ def translated(tmp_path, capsys, monkeypatch):
 
     def run(*words):
         out = tmp_path / "ours.yaml"
+        monkeypatch.setattr(translate, "get_available_trackers", list)
         translate.main(["--out", str(out), *map(str, words)])
         said = capsys.readouterr().out
         script = re.search(r"(?:launch .*|python) (\S+)\.py --config", said)[1].replace("/", ".")
@@ -175,7 +194,7 @@ def translated(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("trainer", CONFIGS)
 def test_a_config_of_theirs_is_one_of_ours(trainer, translated, tmp_path):
-    text, expected, script = CONFIGS[trainer]
+    text, expected, script, lines = CONFIGS[trainer]
     (tmp_path / "dataset_info.json").write_text(
         json.dumps({"mine": {"file_name": "m.json", "columns": {"prompt": "question"}}})
     )
@@ -185,14 +204,16 @@ def test_a_config_of_theirs_is_one_of_ours(trainer, translated, tmp_path):
     args, ours, said = translated(tmp_path / "theirs.yaml")
     assert {name: getattr(args, name) for name in expected} == expected
     assert script in said and "accelerate_configs/single_gpu.yaml" in said and f"config of {trainer}" in ours
+    assert not set(lines.format(folder=tmp_path).splitlines()) - set(ours.splitlines())
     for name, value in yaml.safe_load((tmp_path / "theirs.yaml").read_text()).items():
         kept = name in yaml.safe_load(ours)
         assert value is None or kept or re.search(rf"#.*\b{name}\b", ours), f"{name} is lost in silence"
     if trainer == "LLaMA-Factory":
-        assert args.dataset_name == [str(tmp_path / "m.json"), "theirs"] and "not known here" in ours
+        assert args.dataset_name == [str(tmp_path / "m.json"), "theirs"]
     if trainer == "TRL":
         assert "eos_token" in (tmp_path / "ours.jinja").read_text()
         assert args.chat_template.endswith("ours.jinja")
+        assert "#     report_to: all          one tracker here, of aim, comet_ml, mlflow, " in ours
 
 
 def test_a_command_line_is_read_as_a_config(translated):
@@ -256,8 +277,8 @@ again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto")
 @pytest.mark.parametrize(
     "words, named",
     [
-        ("axolotl train a.yaml", "rl: gdpo: there is no script"),
-        ("b.py", "no call in it configures a training"),
+        ("axolotl train a.yaml", r"rl: gdpo: there is no script for it here \(sft, dpo, orpo, grpo, kto"),
+        ("b.py", r"no call in it configures a training \(.*Config, .*from_pretrained\)"),
     ],
 )
 def test_a_method_that_is_not_here_is_no_other_one(words, named, tmp_path, monkeypatch):
@@ -269,19 +290,22 @@ def test_a_method_that_is_not_here_is_no_other_one(words, named, tmp_path, monke
 
 
 def test_variables_and_modules_of_a_command_line(translated, tmp_path):
-    (tmp_path / "a.yaml").write_text(
-        "base_model: data/base_model\ndatasets: [{path: data/sft, type: chat_template}]\n"
-    )
-    words = f"LEVEL=info accelerate launch --num_processes 2 -m axolotl.cli.train {tmp_path / 'a.yaml'}"
+    """The stage is in the name of the file alone."""
+    file = tmp_path / "a_dpo.yaml"
+    file.write_text("base_model: data/base_model\ndatasets: [{path: data/dpo, type: chat_template}]\n")
+    words = f"LEVEL=info accelerate launch --num_processes 2 -m axolotl.cli.train {file}"
     args, _, said = translated(*words.split())
-    assert args.dataset_name == ["data/sft"] and "launch -q --num_processes 2 train_sft.py" in said
+    assert args.dataset_name == ["data/dpo"] and "launch -q --num_processes 2 train_dpo.py" in said
 
 
 def test_a_script_without_a_dataset_is_told_so(translated, tmp_path, monkeypatch, capsys):
     (tmp_path / "a.py").write_text('trainer = SFTTrainer(model="data/base_model", train_dataset=data)')
     monkeypatch.chdir(tmp_path)
     translate.main(["a.py"])
-    assert "no data is named there" in capsys.readouterr().out
+    count = len(yaml.safe_load((tmp_path / "a_plainloop.yaml").read_text()))
+    said = capsys.readouterr().out
+    assert f"\na_plainloop.yaml is written: {count} settings. Look at them, and start:\n" in said
+    assert "    python train_sft.py --config a_plainloop.yaml\n" in said and "no data is named there" in said
 
 
 def test_a_launchers_config_of_a_known_name_is_the_one_here(translated):
@@ -336,7 +360,8 @@ trainer = DPOTrainer("data/base_model", None, args=config, beta=script_args.stre
     assert (args.weight_decay, args.beta, args.loss_type, args.dtype) == (0.05, 0.5, ["ipo"], "bfloat16")
     assert (args.use_peft, args.lora_r, args.lora_alpha, args.lora_dropout) == (True, 8, 32, 0.0)
     assert re.search("target_modules: peft's choice +by the kind of model", ours)
-    assert args.eval_steps == 0 and "early_stopping_patience" in ours
+    assert args.eval_steps == 0 and "#     eval_steps: 7 (the strategy is: no)\n" in ours
+    assert "early_stopping_patience" in ours
     assert "warmup_steps" not in ours and "warmup_ratio=warm_up()" in ours
 
 
@@ -352,7 +377,10 @@ def test_a_launcher_of_theirs_and_rewards_by_name(translated, tmp_path):
     args, ours, said = translated(*words.split())
     assert "deepspeed_zero3.yaml --mixed_precision fp16 --num_processes 2 train_grpo.py" in said
     assert args.reward_funcs == ["accuracy_reward"] and "reward_funcs: tag_count" in ours
+    assert "#     reward_funcs: accuracy (TRL's accuracy_reward, of another form perhaps)\n" in ours
+    assert "#     deepspeed: z3.json (by accelerate launch)\n#     num_processes: 2 (by acc" in ours
     assert args.steps_per_generation == 4  # of 8 completions on each of two processes
+    assert "# generation_batch_size: 64, in windows of one process\n" in ours
 
 
 def test_pretraining_has_their_weight_decay(translated, tmp_path):
@@ -361,19 +389,20 @@ def test_pretraining_has_their_weight_decay(translated, tmp_path):
     )
     args, ours, said = translated(*words)
     assert "train_pretrain.py" in said and args.dataset_name == ["a.txt"] and "packing: False" in ours
-    assert (args.weight_decay, args.adam_beta2) == (0.0, 0.999) and "--config_name" in ours
+    assert (args.weight_decay, args.adam_beta2) == (0.0, 0.999) and "model_type: gpt2  a new model" in ours
     assert "a step has 8 rows of each process" in said
     (tmp_path / "ours.yaml").unlink()
     (tmp_path / "a.yaml").write_text(
         "base_model: data/base_model\npretraining_dataset: data/pretrain\nmax_steps: 3\n"
     )
-    args, _, said = translated(tmp_path / "a.yaml")
+    args, ours, said = translated(tmp_path / "a.yaml")
     assert args.dataset_streaming and args.lr_scheduler_type == "cosine" and "train_pretrain.py" in said
+    assert "# axolotl streams a pretraining_dataset\n" in ours
 
 
 def test_a_config_of_torchtune_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("model: {_component_: torchtune.models.llama3.lora_llama3_8b}\n")
-    with pytest.raises(UserError, match="torchtune"):
+    with pytest.raises(UserError, match="^model: a component of torchtune"):
         translate.main(["--out", str(tmp_path / "ours.yaml"), str(tmp_path / "a.yaml")])
 
 
@@ -406,24 +435,34 @@ echo done
     )
     assert started in said
     (tmp_path / "empty.sh").write_text("#!/bin/bash\nls *.py\n")
-    with pytest.raises(UserError, match="empty.sh: no command in it starts a training"):
+    expected = rf"^{tmp_path}/empty.sh: no command in it starts a training \(.*torchrun, .*axolotl"
+    with pytest.raises(UserError, match=expected):
         translate.main([str(tmp_path / "empty.sh")])
 
 
-@pytest.mark.parametrize("words", [["none.yaml"], ["broken.yaml"], ["list.yaml"], ["broken.py"], ["words"]])
-def test_what_cannot_be_read_is_one_line(words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "word, line",
+    [
+        ("none.yaml", "^none.yaml: .*No such file"),
+        ("broken.yaml", "^broken.yaml: while parsing a flow node"),
+        ("list.yaml", "^list.yaml: expected `name: value` lines"),
+        ("broken.py", "^the script cannot be read: line 1: invalid syntax"),
+        ("words", "^words: .*No such file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(word, line, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "list.yaml").write_text("- a")
     (tmp_path / "broken.py").write_text("def")
-    with pytest.raises(UserError):
-        translate.main(words)
+    with pytest.raises(UserError, match=line):
+        translate.main([word])
     assert not list(tmp_path.glob("*plainloop*"))
 
 
 def test_a_config_is_not_written_over(tmp_path):
     (tmp_path / "ours.yaml").write_text("mine")
-    with pytest.raises(UserError, match="there already"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/ours.yaml is there already: delete"):
         translate.main(["--out", str(tmp_path / "ours.yaml"), "sft", "--bf16"])
 
 

@@ -246,7 +246,12 @@ def test_better_worse_and_not_told_apart(fake, capsys):
     words = {row["metric"]: row["word"] for row in side["metrics"]}
     assert words["tokens_per_second"] == "not told apart" and "num_tokens" not in words
     said = capsys.readouterr().out
-    assert "mine: better" in said and "3 seeds, 100 prompts" in said
+    assert "fake, seed0 (1 of 6)\nmine, seed0 (2 of 6)\n" in said and "\nmine: better\n" in said
+    assert "\neval_right, higher is better, against fake: 3 seeds, 100 prompts\n" in said
+    assert said.endswith("\noutputs/trial/trial.html: open it in a browser\n")
+    page = Path("outputs/trial/trial.html")
+    assert "mine against fake: better" in page.read_text()
+    assert page.with_name("mine").joinpath("seed0.log").exists()
     assert fake("train_mine.py", "train_fake.py")[0] == 4
     code, found = fake("train_fake.py", "train_fake.py --effect 0.001")
     assert (code, found["sides"][0]["verdict"]) == (3, "not told apart")
@@ -259,6 +264,8 @@ def test_the_best_of_several_sides_counts(fake, capsys):
     assert code == 0
     assert [side["verdict"] for side in found["sides"]] == ["worse", "not told apart", "better"]
     assert "p corrected for 3 sides" in capsys.readouterr().out
+    told = "3 sides against fake: 1 worse, 1 not told apart, 1 better"
+    assert told in Path("outputs/trial/trial.html").read_text()
 
 
 def test_an_edit_that_does_nothing_is_said(fake, capsys):
@@ -301,6 +308,7 @@ def test_other_metrics(fake):
 def test_again_gives_the_noise(fake, capsys):
     code, found = fake("train_fake.py", "--again")
     assert code == 3 and [Path(path).name for path in started()] == [f"seed{k}" for k in (0, 3, 1, 4, 2, 5)]
+    assert "fake again, seed3 (2 of 6)\n" in capsys.readouterr().out
     noise = {row["metric"]: row for row in found["noise"]}["eval_loss"]
     spread = np.std([0.0, 0.01, 0.02, 0.03, 0.04, 0.05], ddof=1)
     assert noise["spread"] == pytest.approx(spread) and noise["mean"] == pytest.approx(1.025)
@@ -340,10 +348,10 @@ def test_a_side_that_fails_is_shown_and_stops_no_other(fake, capsys):
     code, found = fake("train_fake.py", "train_fake.py --fail 1", "train_mine.py")
     failed, mine = found["sides"]
     assert failed["failed"] == "seed1: error: no rows in chats.jsonl" and failed["verdict"] == "failed"
-    assert (code, mine["verdict"]) == (
-        0,
-        "better",
-    ) and "failed (seed1: error: no rows" in capsys.readouterr().out
+    assert (code, mine["verdict"]) == (0, "better")
+    said = capsys.readouterr().out
+    assert "\nfake --fail 1 failed: seed1: error: no rows in chats.jsonl\n" in said
+    assert "\nfake --fail 1: failed (seed1: error: no rows in chats.jsonl)\n" in said
     assert not Path("outputs/trial/fake_--fail_1/seed2").exists()
     assert fake("train_fake.py", "train_fake.py --fail 1")[0] == 1
     with pytest.raises(UserError, match="fake --fail 0 failed: seed0: error: no rows in chats.jsonl"):
@@ -362,6 +370,7 @@ def test_long_words_in_any_script_and_a_name_with_a_space(fake):
     assert fake("a copy.py", *sides, "--seeds", "0")[0] == 3
     names = {Path(path).parent.name for path in started()}
     assert len(names) == 3 and max(len(name.encode()) for name in names) < 256
+    assert all(name.startswith(("a_copy", "fake_--evals_问")) for name in names)
 
 
 def test_what_the_disk_or_the_system_refuses_is_one_line(fake):
@@ -408,9 +417,12 @@ def test_an_edited_config_is_noticed(fake):
             "train_fake.py train_mine.py -- --output_dir=x".split(),
             "--output_dir=x: the trial sets that itself",
         ),
-        ("train_fake.py train_mine.py --seeds 1 1".split(), "each one once"),
+        ("train_fake.py train_mine.py --seeds 1 1".split(), "--seeds 1 1: each one once"),
         ("train_fake.py train_mine.py --tokens 0".split(), "--tokens 0: expected a number above 0"),
-        (["train_fake.py", "train_mine.py --wait '0"], "No closing quotation"),
+        (
+            ["train_fake.py", "train_mine.py --wait '0"],
+            "side `train_mine.py --wait '0`: No closing quotation",
+        ),
         (["train_fake.py", ""], "expected a script"),
         (
             ["train_fake.py", "train_mine.py", "--config", "a.yaml"],
@@ -466,7 +478,11 @@ def test_a_script_that_is_edited_between_two_seeds_of_a_trial_is_noticed(fake):
 
 def test_other_words_and_a_changed_setting_are_noticed(fake):
     fake("train_fake.py", "train_mine.py", "--seeds", "0")
-    with pytest.raises(UserError, match="fake/seed0 was run as `train_fake.py --seed 0`"):
+    expected = (
+        "^outputs/trial/fake/seed0 was run as `train_fake.py --seed 0`: delete outputs/trial/fake to run all its "
+        "seeds anew, or choose another --output_dir$"
+    )
+    with pytest.raises(UserError, match=expected):
         fake("train_fake.py", "train_mine.py", "--seeds", "0", "--", "--max_steps", "20")
     settings = Path("outputs/trial/mine/seed0/args.yaml")
     settings.write_text(settings.read_text().replace("0.1", "0.2"))

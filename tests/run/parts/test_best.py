@@ -22,19 +22,19 @@ def test_the_direction_of_a_metric_is_known_or_asked_for():
         for n in ("eval_mean_token_accuracy", "eval_rewards/margins", "eval_exact_number", "max:eval_x")
     ] == [1] * 4
     for name in ("eval_polite", "eval_exact_loss"):
-        with pytest.raises(UserError, match=f"min:{name} or max:{name}"):
+        with pytest.raises(UserError, match=f"--save_best {name}: is .* Write min:{name} or max:{name}"):
             best_by(name)
     with pytest.raises(UserError, match="--save_best"):
         best_by(None, patience=2)
-    with pytest.raises(UserError, match="--regression_suite"):
+    with pytest.raises(UserError, match="--save_best eval_regression/all: that is measured with --reg"):
         Best(CommonArgs(save_best="eval_regression/all"))
     with pytest.raises(UserError, match="eval_steps"):
         Best(CommonArgs(save_best="eval_loss", regression_suite="suite.jsonl", eval_steps=0))
-    with pytest.raises(UserError, match="eval_steps"):
+    with pytest.raises(UserError, match="--save_best eval_loss: there are no evaluations"):
         best_by("eval_loss", eval_steps=0)
 
 
-def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
+def test_the_best_evaluation_and_the_end_of_patience(tmp_path, capsys):
     """By hand: 5, 4, 4.5, nan, 3.95 with a delta of 0.1 from 4. Where the best checkpoint is gone, the search
     starts over."""
     best = best_by("eval_loss", patience=3, delta=0.1)
@@ -51,6 +51,9 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
             assert again.step == left and (
                 vars(again) | own == vars(best) | own if left else again._waited == 0
             )
+    said = capsys.readouterr().out
+    assert f"checkpoint-50, so far the best, is not in {tmp_path}/another: the search starts over\n" in said
+    assert "eval_loss has not improved by at least 0.1 in 3 evaluations\n" in said
     assert found == [
         (10, True, False),
         (20, True, False),
@@ -89,5 +92,5 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path):
         "eval_regression/all": 0.5,
         "eval_loss": 0.1,
     }
-    with pytest.raises(UserError, match="gives eval_a, eval_b"):
+    with pytest.raises(UserError, match="--save_best eval_loss: .*gives eval_a, eval_b"):
         best.update(0, {"eval_b": 1, "eval_a": 2})

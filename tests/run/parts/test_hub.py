@@ -96,7 +96,7 @@ def test_a_run_leaves_a_card(launch):
     assert str(output) not in card
 
 
-def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
+def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path, capsys):
     """Paths, names of local files, models, functions and groups, texts of flags and data."""
     private = tmp_path / "acme_clients"
     private.mkdir()
@@ -123,6 +123,9 @@ def test_nothing_of_this_machine_is_sent(hub, launch, tmp_path):
     ]
     words += [*"--use_peft --save_steps 1 --push_to_hub --hub_model_id".split(), NAME]
     launch("sft", *words)
+    assert f"sending {tmp_path}/out to the Hub as {NAME}\nit is at https://huggingface.co/{NAME}\n" in (
+        capsys.readouterr().out
+    )
     sent = hub.repos[NAME]
     everything = b"".join(content for name, content in sent.items() if name != "tokenizer.json")
     for word in (
@@ -158,6 +161,7 @@ def test_only_names_loaded_from_the_hub_are_told(cache, tmp_path):
     )
     words += "--reward_funcs /srv/mine.py:f regex:^A --use_peft".split()
     card = card_of(tmp_path, *words, "--run_name", "gone " * 999, module=train_grpo, stage="grpo")
+    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)" in card
     assert head(card) == {
         "base_model": "Qwen/Qwen3-0.6B",
         "datasets": ["HuggingFaceTB/smoltalk"],
@@ -189,7 +193,8 @@ def test_the_results_are_those_of_the_exported_model(tmp_path):
 def test_a_card_of_the_users_is_left_alone(tmp_path, capsys):
     words = "--model_name_or_path a/b --dataset_name c/d".split()
     (tmp_path / "README.md").write_text("mine")
-    assert card_of(tmp_path, *words) == "mine" and str(tmp_path / "README.md") in capsys.readouterr().out
+    assert card_of(tmp_path, *words) == "mine"
+    assert capsys.readouterr().out.startswith(f"{tmp_path}/README.md is your own: it stays")
     (tmp_path / "README.md").unlink()
     first = card_of(tmp_path, *words)
     assert card_of(tmp_path, *words, "--use_peft") != first, "a run's own is replaced"
@@ -207,7 +212,8 @@ def test_trouble_costs_a_line_that_repeats_it(hub, launch, capsys):
     hub.fails.__cause__ = OSError("403 for url\n'https://s3.example/model'")
     output = launch("sft", *DEMO, "--push_to_hub", "--hub_model_id", NAME)
     line = next(line for line in capsys.readouterr().out.splitlines() if "failed" in line)
-    assert line.endswith(f"python -m tools.push {output} --hub_model_id {NAME}") and "403" in line
+    assert line.startswith(f"the upload to {NAME} failed (OSError: 403 for url")
+    assert line.endswith(f"python -m tools.push {output} --hub_model_id {NAME}")
     assert (output / "summary.json").exists()
     words = line.split("tools.push ")[1].split()
     with pytest.raises(UserError, match=NAME):
@@ -215,6 +221,7 @@ def test_trouble_costs_a_line_that_repeats_it(hub, launch, capsys):
     hub.fails = None
     hub.repos[NAME] = {"model-00001-of-00002.safetensors": b"of another form", "notes.md": b"mine"}
     push.main(words)
+    assert capsys.readouterr().out == f"{output} is at https://huggingface.co/{NAME}\n"
     assert hub.repos[NAME]["model.safetensors"] == (output / "model.safetensors").read_bytes()
     assert {"README.md", "notes.md"} <= hub.repos[NAME].keys()
     assert "model-00001-of-00002.safetensors" not in hub.repos[NAME], "from_pretrained might prefer it"
@@ -223,7 +230,7 @@ def test_trouble_costs_a_line_that_repeats_it(hub, launch, capsys):
 def test_what_cannot_be_sent_stops_before_training(hub, launch, tmp_path, monkeypatch):
     words = [*DEMO, "--push_to_hub"]
     for name in ([], ["--hub_model_id", "a"]):
-        with pytest.raises(UserError, match="--hub_model_id"):
+        with pytest.raises(UserError, match=f"--hub_model_id {name[-1] if name else None}: expected OWNER"):
             launch("sft", *words, *name)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="HF_TOKEN"):

@@ -57,21 +57,26 @@ def test_the_p_value_is_that_of_coin_tosses(fell, rose):
 @pytest.mark.parametrize(
     "changed, field",
     [
-        ({"group": "all"}, "a column"),
-        ({"prompt": None, "messages": [{"role": "clown", "content": "x"}]}, "unknown role 'clown'"),
-        ({"contains": None}, "a column"),
-        ({"weather": "x"}, "weather"),
-        ({"reward": "nowhere.py:f"}, "reward"),
-        ({"id": "a"}, "id"),
+        ({"group": "all"}, "a column:"),
+        ({"prompt": None, "messages": [{"role": "clown", "content": "x"}]}, "unknown role 'clown';"),
+        ({"contains": None}, "a column:"),
+        (
+            {"weather": "x"},
+            r"weather: expected id, group \(not all\), prompt or messages, and checks: equals, contains, "
+            "not_contains, regex, number, max_tokens, reward; found id, group, prompt, contains, weather",
+        ),
+        ({"reward": "nowhere.py:f"}, "reward:"),
+        ({"id": "a"}, "id: another row has 'a', too"),
+        ({"regex": "("}, r"regex: missing \)"),
         *(
-            ({name: wrong}, name)
-            for name, wrong in (("regex", "("), ("contains", []), ("max_tokens", "9"), ("reward", 5))
+            ({name: wrong}, f"{name}:")
+            for name, wrong in (("contains", []), ("max_tokens", "9"), ("reward", 5))
         ),
     ],
 )
 def test_a_bad_row_is_named_in_one_line(tmp_path, changed, field):
     path = write_rows(tmp_path / "suite.jsonl", [GOOD, {**GOOD, "id": "b", **changed}])
-    with pytest.raises(UserError, match=f"suite.jsonl:2: {field}[:;]") as error:
+    with pytest.raises(UserError, match=f"suite.jsonl:2: {field}") as error:
         Suite(path, CPU)
     assert "\n" not in str(error.value)
 
@@ -139,7 +144,7 @@ def test_turned_cases_are_those_that_stayed_the_same():
     assert compare(then, now["cases"])["first"].p == 1 / 2**5
 
 
-def test_a_fall_is_told_once(tmp_path):
+def test_a_fall_is_told_once(tmp_path, capsys):
     """Eight cases pass, then fail twice, pass, and fail; each time by a part that knows a checkpoint
     alone."""
     args = CommonArgs(output_dir=str(tmp_path), regression_suite=write_rows(tmp_path / "suite.jsonl", [GOOD]))
@@ -158,6 +163,7 @@ def test_a_fall_is_told_once(tmp_path):
         "first has fallen since step 0, to 0 of 6 (p = 0.016)",
     )
     assert told == [(step, text) for step in (2, 8) for text in fall]
+    assert f"regression: step 8: {fall[1]}\n" in capsys.readouterr().out
     rows = lines(tmp_path)
     turned = [row["turned"] for row in rows[1:]]
     assert [len(since["since_last"]["fell"]) for since in turned] == [8, 0, 0, 8]
@@ -206,9 +212,10 @@ def words(tmp_path):
     return of
 
 
-def test_training_does_not_notice_the_suite(launch, words):
+def test_training_does_not_notice_the_suite(launch, words, capsys):
     plain = launch("sft", *words("sft")[:-2], output="plain")
     with_suite = launch("sft", *words("sft", "--regression_steps", "4"), output="with")
+    assert "regression suite: 4 cases in 2 groups (ends, words)\n" in capsys.readouterr().out
     rows = read_metrics(with_suite)
     assert [row for row in rows if "eval_regression/all" not in row] == read_metrics(plain)
     a, b = (load_file(folder / "model.safetensors") for folder in (plain, with_suite))
@@ -313,8 +320,16 @@ def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
     line["cases"]["c6"]["rate"] = 1.0
     save.write_text("{}\n" + json.dumps(line) + "\n")
     code, out = run_gate(rows, "--baseline", save)
-    assert code == 0 and "fell: c6: equals: '-'; " in out
-    assert run_gate(rows, "--baseline", save, "--strict")[0] == 1
+    assert code == 0 and out.endswith(
+        "group     passed   rate  95 % interval  before  fell  rose      p\n"
+        "all       6/8      0.75  0.41 - 0.93      0.88     1     0  0.500\n"
+        "words     6/6      1.00  0.61 - 1.00      1.00     0     0  1.000\n"
+        "ends      0/2      0.00  0.00 - 0.66      0.50     1     0  0.500\n"
+        f"fell: c6: equals: '-'; {line['failed']['c6']['completion']!r}\n"
+        f"no group has fallen since {save} by more than chance (p < 0.05)\n"
+    )
+    code, out = run_gate(rows, "--baseline", save, "--strict")
+    assert code == 1 and f"\nFALLEN since {save}: 1 cases (--strict)\n" in out
 
     # other cases: nothing to compare
     bad = [{**row, "regex": "^-"} if row["id"] != "c5" else row for row in rows]
@@ -326,7 +341,8 @@ def test_a_fall_is_exit_code_1_and_named(run_gate, tmp_path):
     now = json.loads((tmp_path / "now.jsonl").read_text())["cases"]
     save.write_text(json.dumps(line | {"cases": {name: case | {"rate": 1.0} for name, case in now.items()}}))
     code, out = run_gate(bad, "--baseline", save)
-    assert code == 1 and "all (p = 0.0078), words (p = 0.031)" in out.splitlines()[-1]
+    fallen = "all (p = 0.0078), words (p = 0.031), by McNemar's exact test, one-sided"
+    assert code == 1 and out.splitlines()[-1] == f"FALLEN since {save}: {fallen}"
     assert run_gate(bad, "--baseline", save, "--alpha", "0.001")[0] == 0
-    with pytest.raises(UserError, match="--max_new_tokens"):
+    with pytest.raises(UserError, match="was.jsonl: its answers had --max_new_tokens 4, here 9"):
         run_gate(bad, "--baseline", save, "--max_new_tokens", "9")

@@ -3,12 +3,13 @@
 from hashlib import sha256
 import json
 import os
+from pathlib import Path
 import random
 import re
 import signal
 
 from common.run.folder import lock as take_lock
-from common.run.parts.report import describe_run, embedded, page, thinned
+from common.run.parts.report import command_of, describe_run, embedded, page, thinned
 import numpy as np
 import pytest
 
@@ -230,6 +231,8 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     changed = {name for group in run["settings"] for name, _, unchanged in group["rows"] if not unchanged}
     assert {"max_steps", "save_best"} <= changed and not {"seed", "weight_decay", "train_on"} & changed
     assert run["command"].startswith("python train_sft.py --config ")
+    launched = command_of("train_sft.py", Path("out"), {"processes": 2, "mixed_precision": "bf16"})
+    assert launched.startswith("accelerate launch -q --num_processes 2 --mixed_precision bf16 train_sft.py ")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------
@@ -295,6 +298,7 @@ def test_a_table_of_all_runs_of_a_folder(tmp_path, capsys):
         f"learning_rate 0.2, code {sha256(b'edited = True').hexdigest()[:6]}",
     ]
     assert "train_sft.py: 4" in told and "train_dpo.py: 1" in told and len(told) == 8
+    assert any(line.startswith("other (running)  40 ") for line in told)
 
 
 # --- python -m tools.report ---------------------------------------------------------------------------------
