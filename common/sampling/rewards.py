@@ -136,6 +136,8 @@ def from_package(spec: str) -> Any:
     try:
         module = call_user_code("importing it", importlib.import_module, REWARD_SECONDS, name=module_name)
     except UserError as error:
+        if "ModuleNotFoundError" not in str(error):  # it is there, and fails
+            raise
         package = spec.partition(".")[0]
         raise UserError(f"{error}; pip install {package}, or name a file: file.py:{name}") from None
     if not callable(getattr(module, name, None)):

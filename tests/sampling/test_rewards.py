@@ -192,6 +192,9 @@ def test_a_function_of_a_package_is_found_by_its_dotted_path_and_one_of_trl_by_i
     for spec in ("my_package.rewards.think_format_reward", "think_format_reward"):
         assert load_rewards([spec], CPU)[0].name == "think_format_reward"
         assert run(spec, ["a", "bcd"]) == [1, 3]
+    (tmp_path / "my_package" / "broken.py").write_text("1 / 0")  # there, and so nothing to install
+    with pytest.raises(UserError, match=r"importing it raised ZeroDivisionError: .*broken.py:1\)$"):
+        load_rewards(["my_package.broken.score"], CPU)
     for module in ("trl", "trl.rewards"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
