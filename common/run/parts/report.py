@@ -63,6 +63,8 @@ STATES = {
     "died": "died",
     "finished": "finished",
 }
+# Without a config, Accelerate would start something else; whose it was is not known.
+CONFIGS = {"MULTI_CPU": "accelerate_configs/cpu_ddp.yaml", "FSDP": "CONFIG", "DEEPSPEED": "CONFIG"}
 OF_THE_MACHINE = ("device", "processor", "processes", "mixed_precision", "distributed", "commit", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
 # The axes, and metrics that follow from them.
@@ -580,6 +582,8 @@ def command_of(script: str, folder: Path, start: Row) -> str:
     launcher = "python"
     if processes != 1 or precision != "no":
         launcher = "accelerate launch -q"
+    if start.get("distributed") in CONFIGS:
+        launcher += f" --config_file {CONFIGS[start['distributed']]}"
     if processes != 1:
         launcher += f" --num_processes {processes}"
     if precision != "no":

@@ -233,6 +233,10 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     assert run["command"].startswith("python train_sft.py --config ")
     launched = command_of("train_sft.py", Path("out"), {"processes": 2, "mixed_precision": "bf16"})
     assert launched.startswith("accelerate launch -q --num_processes 2 --mixed_precision bf16 train_sft.py ")
+    launched = command_of("train_sft.py", Path("out"), {"processes": 2, "distributed": "MULTI_CPU"})
+    assert launched.startswith(
+        "accelerate launch -q --config_file accelerate_configs/cpu_ddp.yaml --num_processes 2 tr"
+    )
 
 
 # --- comparing ----------------------------------------------------------------------------------------------
