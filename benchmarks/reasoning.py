@@ -118,7 +118,7 @@ def greedy_texts(model_folder: str | Path, prompts: list[list[dict]], new_tokens
     ids = torch.cat([starts, rest["input_ids"]], dim=1)
     mask = torch.cat([torch.ones_like(starts), rest["attention_mask"]], dim=1)
     with torch.no_grad():
-        cache = model(starts[:1], use_cache=True).past_key_values  # TRL saves models without
+        cache = model(starts[:1], use_cache=True).past_key_values  # which TRL saves as False
     cache.batch_repeat_interleave(len(rows))
     out = model.generate(
         ids, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=new_tokens

@@ -24,9 +24,8 @@ import torch
 # GIL, which one of them may need to release its last tensor: a deadlock (seen with gloo). So prepared models
 # stay in this list, and `launch` (common/command_line.py) ends the process without destroying anything.
 NEVER_FREED: list[Any] = []
-PASSWORD = re.compile(
-    r"://[^/\s]*(@|/?\?)"
-)  # http://name:password@host, http://token@host, http://host/?key=...
+# http://name:password@host, http://token@host, http://host/?key=...
+PASSWORD = re.compile(r"://[^/\s]*(@|/?\?)")
 PRECISIONS = ("no", "bf16", "fp16", "fp8")
 SHARING = ("tp_size", "cp_size", "sp_size")  # processes that share micro-batches; here each has its own
 

@@ -63,7 +63,7 @@ STATES = {
     "died": "died",
     "finished": "finished",
 }
-# Without a config, Accelerate would start something else; whose it was is not known.
+# Without one of these, Accelerate would start something else. The run does not record which file it was.
 CONFIGS = {"MULTI_CPU": "accelerate_configs/cpu_ddp.yaml", "FSDP": "CONFIG", "DEEPSPEED": "CONFIG"}
 OF_THE_MACHINE = ("device", "processor", "processes", "mixed_precision", "distributed", "commit", "python")
 OF_A_SAMPLE = ("step", "temperature", "prompt", "completion")  # all other numbers in its line are scores
@@ -579,11 +579,12 @@ def command_of(script: str, folder: Path, start: Row) -> str:
     """The command that repeats the run, in a new folder."""
     processes = start.get("processes") or 1
     precision = start.get("mixed_precision") or "no"
+    config = CONFIGS.get(start.get("distributed", ""))
     launcher = "python"
-    if processes != 1 or precision != "no":
+    if processes != 1 or precision != "no" or config:
         launcher = "accelerate launch -q"
-    if start.get("distributed") in CONFIGS:
-        launcher += f" --config_file {CONFIGS[start['distributed']]}"
+    if config:
+        launcher += f" --config_file {config}"
     if processes != 1:
         launcher += f" --num_processes {processes}"
     if precision != "no":

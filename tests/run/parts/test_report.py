@@ -237,6 +237,8 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     assert launched.startswith(
         "accelerate launch -q --config_file accelerate_configs/cpu_ddp.yaml --num_processes 2 tr"
     )
+    launched = command_of("train_sft.py", Path("out"), {"processes": 1, "distributed": "DEEPSPEED"})
+    assert launched.startswith("accelerate launch -q --config_file CONFIG train_sft.py ")
 
 
 # --- comparing ----------------------------------------------------------------------------------------------
