@@ -85,15 +85,15 @@ def dpo_loss(
     - sigmoid: `-log σ(βx)` (Rafailov et al. 2023, arXiv 2305.18290, eq. 7); with label_smoothing ε the
       conservative form `-(1-ε) log σ(βx) - ε log σ(-βx)` (cDPO, Mitchell 2023).
     - robust: its unbiased form, `[-(1-ε) log σ(βx) + ε log σ(-βx)] / (1-2ε)` (Chowdhury et al. 2024,
-    2403.00409).
+      2403.00409).
     - sigmoid_norm: `-log σ(β x̄)` with x̄ from means over tokens (Tulu 3, Lambert et al. 2024, 2411.15124), ε
-    as in cDPO.
+      as in cDPO.
     - exo_pair: the reverse KL of σ(βx) to (1-ε, ε): `σ(βx) [log σ(βx) - log(1-ε)] + σ(-βx) [log σ(-βx) - log
       ε]`, with ε 0.001 if label_smoothing is 0 (Ji et al. 2024, 2402.00856, eq. 16).
     - nca_pair: `-log σ(βc) - ½ log σ(-βc) - ½ log σ(-βr)`, c and r the log-ratios of chosen and rejected
       (Chen et al. 2024, 2402.05369).
     - bco_pair: `-log σ(βc) - log σ(-βr)` (Jung et al. 2024, 2404.04656, of pairs and without its reward
-    shift).
+      shift).
     - hinge: `relu(1 - βx)` (SLiC, Zhao et al. 2023, 2305.10425).
     - ipo: `(x̄ - 1/(2β))²` with x̄ from means over tokens (Azar et al. 2023, 2310.12036, eq. 17).
     - apo_zero: `1 - σ(β(chosen - ref)) + σ(β(rejected - ref))` (D'Oosterlinck et al. 2024, 2408.06266).
@@ -116,7 +116,9 @@ def dpo_loss(
         options = {"beta": beta, "label_smoothing": label_smoothing, "simpo_gamma": simpo_gamma}
         terms = [dpo_loss(*sides, loss_type=one, **options) for one in loss_type]
         weights = loss_weights or [1.0] * len(terms)
-        return sum(weight * term[0] for weight, term in zip(weights, terms, strict=True)), *terms[0][1:]
+        total = sum(weight * losses for weight, (losses, _, _) in zip(weights, terms, strict=True))
+        _, chosen_reward, rejected_reward = terms[0]
+        return total, chosen_reward, rejected_reward
     if loss_type not in DPO_LOSS_TYPES:
         raise ValueError(f"loss_type {loss_type!r} is unknown; one of {', '.join(DPO_LOSS_TYPES)}")
     if label_smoothing and loss_type not in SMOOTHED:
@@ -124,12 +126,16 @@ def dpo_loss(
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing is the share of flipped pairs, in [0, 0.5), not {label_smoothing}")
 
-    chosen_mean, rejected_mean = chosen_logps / chosen_tokens, rejected_logps / rejected_tokens
+    chosen_mean = chosen_logps / chosen_tokens
+    rejected_mean = rejected_logps / rejected_tokens
     if loss_type in REFERENCE_FREE:
-        chosen_reward, rejected_reward = beta * chosen_mean, beta * rejected_mean
+        chosen_reward = beta * chosen_mean
+        rejected_reward = beta * rejected_mean
     else:
-        chosen_ratio, rejected_ratio = chosen_logps - ref_chosen_logps, rejected_logps - ref_rejected_logps
-        chosen_reward, rejected_reward = beta * chosen_ratio, beta * rejected_ratio
+        chosen_ratio = chosen_logps - ref_chosen_logps
+        rejected_ratio = rejected_logps - ref_rejected_logps
+        chosen_reward = beta * chosen_ratio
+        rejected_reward = beta * rejected_ratio
     margin = chosen_reward - rejected_reward  # βx
 
     if loss_type == "sigmoid_norm":
@@ -149,9 +155,8 @@ def dpo_loss(
         wrong = flipped.exp() * (flipped - math.log(share))
         losses = right + wrong
     elif loss_type == "nca_pair":
-        losses = -F.logsigmoid(chosen_reward) - 0.5 * (
-            F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward)
-        )
+        both = F.logsigmoid(-chosen_reward) + F.logsigmoid(-rejected_reward)
+        losses = -F.logsigmoid(chosen_reward) - 0.5 * both
     elif loss_type == "bco_pair":
         losses = -F.logsigmoid(chosen_reward) - F.logsigmoid(-rejected_reward)
     elif loss_type == "hinge":
@@ -171,14 +176,12 @@ def dpo_loss(
 def log1mexp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, accurate at both ends (Mächler 2012)."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
-    # exp(x) > 1/2. torch.where differentiates both branches: the one that is not chosen gets a constant, since an
-    # infinite gradient times 0 would be NaN.
-    near = x > -0.6931
-    return torch.where(
-        near,
-        torch.log(-torch.expm1(torch.where(near, x, -0.5))),
-        torch.log1p(-torch.exp(torch.where(near, -1.0, x))),
-    )
+    near = x > -0.6931  # exp(x) > 1/2
+    # torch.where differentiates both branches: the one that is not chosen gets a constant, since an infinite gradient
+    # times 0 would be NaN.
+    of_near = torch.log(-torch.expm1(torch.where(near, x, -0.5)))
+    of_far = torch.log1p(-torch.exp(torch.where(near, -1.0, x)))
+    return torch.where(near, of_near, of_far)
 
 
 # --- GRPO and its family ------------------------------------------------------------------------------------
@@ -282,17 +285,19 @@ def grpo_loss(
     high = epsilon if epsilon_high is None else epsilon_high
     if loss_type == "cispo":
         losses = -ratio.detach().clamp(max=high) * advantages * logps
-        low, above = torch.zeros_like(ratio), ((ratio > high) & (advantages > 0)).float()
+        below = torch.zeros_like(ratio)
+        above = ((ratio > high) & (advantages > 0)).float()
     else:
         most = math.inf if delta is None else delta
-        losses = -torch.min(
-            ratio.clamp(max=most) * advantages, ratio.clamp(1 - epsilon, 1 + high) * advantages
-        )
-        low, above = (
-            ((ratio < 1 - epsilon) & (advantages < 0)).float(),
-            ((ratio > 1 + high) & (advantages > 0)).float(),
-        )
-    stats = {"clip_ratio/low_mean": low, "clip_ratio/high_mean": above, "clip_ratio/region_mean": low + above}
+        clipped = ratio.clamp(1 - epsilon, 1 + high)
+        losses = -torch.min(ratio.clamp(max=most) * advantages, clipped * advantages)
+        below = ((ratio < 1 - epsilon) & (advantages < 0)).float()
+        above = ((ratio > 1 + high) & (advantages > 0)).float()
+    stats = {
+        "clip_ratio/low_mean": below,
+        "clip_ratio/high_mean": above,
+        "clip_ratio/region_mean": below + above,
+    }
     if sampled_logps is not None:
         moved = (old_logps - sampled_logps).detach() * trained
         stats["sampling/logp_difference"] = stats["sampling/logp_difference_max"] = moved.abs()
@@ -329,7 +334,7 @@ def grpo_token_weights(
     untrained ones (--mask_truncated_completions); both over all processes.
 
     - grpo: the mean over completions of the mean over tokens (2402.03300): `1 / (completions · tokens of this
-    one)`.
+      one)`.
     - bnpo, dapo, cispo: the mean over tokens (2503.14476): `1 / window_tokens`. They differ in what the
       caller passes: for bnpo the tokens of this window; for the others those of the whole generation batch
       divided by its windows.

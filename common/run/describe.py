@@ -82,15 +82,18 @@ def describe_model(args: CommonArgs, model: FlatModel, tokenizer: Tokenizer) -> 
     for name, module in model.lm.named_modules():
         if hasattr(module, "lora_A"):
             adapted.add(name.split(".")[-1])
-    names = tokenizer.convert_ids_to_tokens(model.stop_ids)
+    stop_tokens = []
+    for i, name in zip(model.stop_ids, tokenizer.convert_ids_to_tokens(model.stop_ids), strict=True):
+        stop_tokens.append(str(name or i))
+    template = "the tokenizer's" if tokenizer.chat_template else None
     return {
         "class": type(lm).__name__,
         "parameters": {"trained": trained, "all": parameters},
         "dtype": {"base": base, "weights": weights, "export": final_dtype(args, base)},
         "called_on": "padded batches" if model.padded else "flat rows",
         "adapted_layers": sorted(adapted),
-        "chat_template": args.chat_template or ("the tokenizer's" if tokenizer.chat_template else None),
-        "stop_tokens": [str(token or i) for i, token in zip(model.stop_ids, names, strict=True)],
+        "chat_template": args.chat_template or template,
+        "stop_tokens": stop_tokens,
     }
 
 
@@ -119,7 +122,8 @@ def sides(example: Example | dict[str, Any], example_name: str) -> list[tuple[st
     """(name, sequence) of each sequence of an example. In a prompt, nothing is trained."""
     if isinstance(example, dict):
         ids = np.asarray(example["prompt_ids"])
-        return [("", {"input_ids": ids, "loss_mask": np.zeros(len(ids), np.uint8)})]
+        untrained = np.zeros(len(ids), np.uint8)
+        return [("", {"input_ids": ids, "loss_mask": untrained})]
     if example_name == "pair":
         return list(zip(("chosen", "rejected"), example, strict=True))
     if len(example) == 1:

@@ -73,11 +73,13 @@ def sample_shared(
     function of its key and the weights, whichever process samples it. max_new_tokens: a limit for each
     prompt, if they differ."""
     mine = own_share(accelerator, len(prompts))
+    own_prompts = [prompts[i] for i in mine]
+    own_keys = [keys[i] for i in mine]
     changes = {}
     if max_new_tokens is not None:
         changes["max_new_tokens"] = [max_new_tokens[i] for i in mine]
     with accelerator.autocast():  # also on a process without a prompt: all of them gather sharded weights
-        sampled = sampler.sample([prompts[i] for i in mine], [keys[i] for i in mine], **changes)
+        sampled = sampler.sample(own_prompts, own_keys, **changes)
     return gather_lists(accelerator, sampled)
 
 
