@@ -226,7 +226,7 @@ def test_a_flat_row_is_that_of_a_loop(random):
         n = random.randrange(1, 12)
         ids = [random.randrange(2) for _ in range(n)] if random.random() < 0.3 else [7] * n
         mask = [int(t >= n * random.random() * 1.5) for t in range(n)]
-        field = [random.choice([0.0, 0.0, 0.0, random.random()]) for _ in range(n)]
+        field = [random.choice([0.0, 0.0, 0.0, 1.0, random.random()]) for _ in range(n)]
         sequences.append(
             {
                 "input_ids": np.array(ids),

@@ -2,7 +2,8 @@
 
 import sys
 
-from common.errors import printable
+from common.errors import printable, say
+import pytest
 
 from tests.conftest import run_script
 
@@ -23,6 +24,13 @@ def test_a_message_holds_no_control_character_and_no_secret(monkeypatch):
     assert printable("\x1b[2J\u202e") == "\\x1b[2J\\u202e"
     monkeypatch.setattr("common.errors.SECRETS", ["https://h/T0K3N"])
     assert printable("posting to https://h/T0K3N failed") == "posting to (secret) failed"
+
+
+def test_a_full_disk_takes_lines_and_no_run():
+    full = open("/dev/full", "w")
+    say("lost", file=full)
+    with pytest.raises(OSError, match="No space left"):
+        full.close()
 
 
 def test_an_error_ends_the_process_after_its_last_words():

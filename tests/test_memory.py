@@ -14,6 +14,8 @@ CPU = torch.device("cpu")
 def test_the_peak_is_at_least_what_is_in_use():
     now = memory(CPU)
     assert 0 < now.current <= now.peak * 1.01 and now.peak < now.limit
+    mapped = psutil.Process().memory_info().vms  # with what was never used
+    assert now.peak * 2**30 < mapped
 
 
 def test_the_limit_is_that_of_the_container(tmp_path, monkeypatch):

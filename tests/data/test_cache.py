@@ -402,7 +402,7 @@ def test_encode_is_a_function_at_the_top():
 def test_a_tokenizer_is_trained_once(tmp_path):
     rows = [
         numbered(tmp_path / "a.jsonl", 50),
-        source(tmp_path / "b.jsonl", [{"text": "zebra zebra"}, {"text": None}] * 9),
+        source(tmp_path / "b.jsonl", [{"text": "zebra zebra", "story": "lion"}, {"text": None}] * 9),
     ]
     args = arguments(tmp_path, *(found.path for found in rows))
     first = train_tokenizer(args, alone(), 300, "text")
@@ -412,6 +412,7 @@ def test_a_tokenizer_is_trained_once(tmp_path):
     assert len(first("zebra").input_ids) < 5 and folders(tmp_path) == made and len(made) == 1
     train_tokenizer(args, alone(), 301, "text")
     assert len(folders(tmp_path)) == 2
+    assert train_tokenizer(args, alone(), 300, "story").get_vocab() != first.get_vocab()
 
 
 # --- killed, cut off, not to be written ---------------------------------------------------------------------
@@ -546,11 +547,12 @@ def test_a_module_that_raises_ends_nothing_and_an_editable_library_is_none_of_th
     assert cache.key_of(encode_text, base_tokenizer()) != before
 
 
-def test_a_set_is_its_elements(monkeypatch):
+@pytest.mark.parametrize("name", ["WORDS", "_WORDS"])
+def test_a_set_is_its_elements(monkeypatch, name):
     """Whose order may differ between two processes: here it is that in which they were added."""
     keys = []
     for words in ({0, 8}, {8, 0}, {8, 1}):
-        monkeypatch.setitem(globals(), "WORDS", words)
+        monkeypatch.setitem(globals(), name, words)
         keys.append(cache.key_of(encode_text, base_tokenizer()))
     assert keys[0] == keys[1] != keys[2]
 

@@ -384,7 +384,9 @@ def test_calls_take_the_form_that_a_template_reads():
     for arguments in forms:
         call = copy.deepcopy(CALL)
         call["tool_calls"][0]["function"]["arguments"] = arguments
-        chat = as_chat({"messages": [U, call, OUTPUT, A], "tools": TOOLS})
+        call["tool_calls"][0]["id"] = "0f3a9c2b11de"  # its first nine would do, and might be another call's
+        output = OUTPUT | {"tool_call_id": "0f3a9c2b11de"}
+        chat = as_chat({"messages": [U, call, output, A], "tools": TOOLS})
         (sequence,) = tokenize_chat(chat, tokenizer)
         text = decode(sequence["input_ids"], tokenizer)
         call_text = trained(sequence, tokenizer)[0]

@@ -302,7 +302,9 @@ def test_windows_over_a_stream_are_its_examples(tmp_path, tokenizer, options, ro
     assert found.start(25) == len(examples)
 
 
-@pytest.mark.parametrize("before, after, options", [(1, 1, {}), (1, 2, {}), (4, 1, {"max_tokens": 90})])
+@pytest.mark.parametrize(
+    "before, after, options", [(1, 1, {}), (1, 2, {}), (4, 1, {}), (4, 1, {"max_tokens": 90})]
+)
 def test_other_processes_continue_a_stream_in_place(tmp_path, tokenizer, before, after, options):
     sources = some(tmp_path, "several")
     old = in_windows(stream(tokenizer, *sources), 0, before, **options)

@@ -89,9 +89,7 @@ def test_the_batches_of_so_many_steps_are_kept(tmp_path, monkeypatch, capsys):
     assert lines[2].endswith("its batch is not kept: those of 2 other steps are there")
 
 
-@pytest.mark.parametrize(
-    "stage", [pytest.param(s, marks=pytest.mark.slow) if s in ("pretrain", "dpo") else s for s in STAGES]
-)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_nan_in_one_micro_batch_passes_over_the_step_and_keeps_its_batch(
     stage, launch, monkeypatch, capsys
 ):
