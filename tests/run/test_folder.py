@@ -125,6 +125,8 @@ def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):
     expected = f"^{tmp_path}/out holds a complete run, and no checkpoint to go on from: choose another"
     with pytest.raises(UserError, match=expected):
         resume_point(args | {"max_steps": 20})
+    module.write_settings(args_of("sft")(**args | {"max_steps": 20}), __file__, {})
+    assert not (tmp_path / "out" / "summary.json").exists()  # until the longer run is complete, too
 
 
 def test_a_run_goes_on_from_its_newest_checkpoint_or_a_named_one(tmp_path):
