@@ -49,7 +49,7 @@ def signal_in_step(monkeypatch, at: int, number: int) -> None:
         pytest.param("pretrain", 5, marks=pytest.mark.slow),
         ("sft", 4),
         pytest.param("dpo", 3, marks=pytest.mark.slow),
-        pytest.param("grpo", 5, marks=pytest.mark.slow),
+        ("grpo", 5),
     ],
 )
 def test_a_stopped_run_saves_once_and_goes_on_bit_for_bit(stage, at, launch, monkeypatch, capsys):
