@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 from common import errors
 from common.args import CommonArgs
@@ -87,6 +88,16 @@ def test_an_alert_says_what_who_and_when():
     assert (first["event"], first["run"], first["step"], last["event"]) == ("spike", "my-run", 7, "stopped")
     assert abs(first["time"] - time.time()) < 60
     assert server.asked == [(f"/services/{TOKEN}", "application/json", 200)] * 2
+
+
+def test_of_an_event_at_every_minute_one_in_five_is_sent(monkeypatch):
+    alerts, sent = alerts_to("http://127.0.0.1:1"), []
+    monkeypatch.setattr(alerts, "send", lambda kind, text: sent.append(text))
+    for step in range(12):
+        clock = SimpleNamespace(monotonic=lambda seconds=60.0 * step: seconds)
+        monkeypatch.setattr(module, "time", clock)
+        alerts.on_event("spike", step, "")
+    assert sent == ["step 0: ", "step 5: ", "step 10: "]
 
 
 @pytest.mark.parametrize("answers, said", [([500, 429, 200], ""), ([500], "500"), ([302], "redirects")])
