@@ -150,6 +150,16 @@ def test_of_several_requests_the_largest_counts():
     assert told == ["", "", "save", "stop", "stop", "save"]
 
 
+def test_a_run_stops_when_its_launcher_has_ended(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # as `accelerate launch` does
+    signals = Signals(Accelerator(cpu=True), CommonArgs())
+    told = [signals.poll(), signals.poll()]
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    told.append(signals.poll())
+    signals.close()
+    assert told == ["", "", "stop"] and signals.reason == "its launcher's end"
+
+
 def test_the_clock_saves(launch):
     output = launch(
         "sft", *STAGES["sft"], *COMMON, *"--save_steps 0 --save_total_limit 0 --save_minutes 1e-6".split()

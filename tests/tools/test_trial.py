@@ -169,6 +169,12 @@ def test_better_is_not_said_of_any_metric_of_any_side():
         table = trial_verdict.verdicts(sides[0], copies, "eval_right", 1, 0.05)
         wrong += any(row["word"] == "better" for rows in table.values() for row in rows)
     assert wrong <= 0.05 * 300
+    # The verdicts themselves are corrected for the number of sides alone.
+    bare = []
+    for runs in sides:
+        bare.append([run._replace(values={"eval_right": run.values["eval_right"]}) for run in runs])
+    alone = trial_verdict.verdicts(bare[0], dict(zip("abc", bare[1:], strict=True)), "eval_right", 1, 0.05)
+    assert [rows[0] for rows in alone.values()] == [rows[0] for rows in table.values()]
 
 
 # --- runs that a tiny script pretends -----------------------------------------------------------------------
