@@ -290,7 +290,10 @@ def test_a_starting_adapter_is_the_reference(adapter, tmp_path):
     with torch.no_grad():
         found = load_pretrained(CommonArgs(), tmp_path / "out").eval()(batch).logps
         torch.testing.assert_close(found, model(batch).logps, atol=1e-4, rtol=1e-4)
-    reference.model = from_adapter(adapter, tmp_path / "out").eval()  # as a resumed run has it
+    resumed = from_adapter(adapter, tmp_path / "out").eval()  # as a resumed run has it
+    with torch.no_grad():
+        torch.testing.assert_close(resumed(batch).logps, model(batch).logps, atol=1e-4, rtol=1e-4)
+    reference.model = resumed
     torch.testing.assert_close(reference(batch).logps, before, atol=1e-4, rtol=1e-4)
 
 

@@ -405,7 +405,7 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
         assert run(user_file(tmp_path, code, "mine"), ["a", "b"], "q") == wanted
 
 
-def test_a_function_cannot_change_what_is_trained_on(tmp_path):
+def test_a_function_cannot_change_what_is_trained_on_or_what_the_next_one_gets(tmp_path):
     code = "def mine(prompts, completions, completion_ids, **columns):\n"
     code += (
         "    for given in (prompts, completions, completion_ids, *columns.values()):\n        given.clear()\n"
@@ -413,7 +413,8 @@ def test_a_function_cannot_change_what_is_trained_on(tmp_path):
     code += "    return [1.0]\n"
     rows, ids = [{"prompt": list(CHAT), "answer": ["x"]}], [[1, 2]]
     before = copy.deepcopy((rows, ids))
-    assert score(load_rewards([user_file(tmp_path, code, "mine")], CPU), rows, ["a"], ids) == [[1.0]]
+    rewards = load_rewards([user_file(tmp_path, code, "mine"), "length:3"], CPU)
+    assert score(rewards, rows, ["a"], ids) == [[1.0], [0.0]]
     assert (rows, ids) == before
 
 
