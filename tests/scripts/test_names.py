@@ -25,7 +25,7 @@ LIBRARIES = """
 torch.optim.Muon datasets.map from_pretrained AutoModelForCausalLM AutoModelForSequenceClassification PeftModel
 generate resize_token_embeddings save_to_disk state_dict load_state_dict mean len flock pytorch_model_fsdp_0
 o_a_proj out_proj x_proj dt_proj num_mini_batches num_ppo_epochs kl_coef log_metric
-END_OF_TURN_TOKEN END_RESPONSE end_of_utterance eot_id tool_response
+END_OF_TURN_TOKEN END_RESPONSE end_of_utterance eot_id tool_response MALLOC_MMAP_THRESHOLD_
 """.split()
 FLAGS = """
 config help limit model cpu num_machines num_processes machine_rank mixed_precision config_file main_process_ip
