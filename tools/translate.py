@@ -464,6 +464,10 @@ class Translation:
             self.lose(f"{path}: split: {split}[:{rows}", "a number of rows here: max_samples")
         files = item.pop("data_files", None)
         if isinstance(files, dict):  # by split
+            for other in sorted(files.keys() - {"train"}):
+                self.lose(
+                    f"data_files: {other}: {files[other]}", "--eval_dataset_name, if it is evaluated on"
+                )
             files = files.get("train")
         paths = [path]
         if files and path in ("json", "csv", "parquet", "text"):

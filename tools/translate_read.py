@@ -14,6 +14,11 @@ import yaml
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
+# Settings whose values are not shown.
+SECRET = re.compile(r"(hub_|hf_|hf_hub_|push_to_hub_)?token|(wandb|swanlab)_(api_)?key|api_key|.*password")
+# What separates commands is other characters while it stands within quotes.
+QUOTED = str.maketrans("|;&<>", "\ue000\ue001\ue002\ue003\ue004")
+UNQUOTED = str.maketrans("\ue000\ue001\ue002\ue003\ue004", "|;&<>")
 # What LoraConfig of peft has where a script says nothing.
 PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "peft's choice"}
 CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
@@ -70,6 +75,9 @@ def read(words: list[str]) -> Theirs:
             settings[name] = plain(spelled_out[0]) if spelled_out else True
     if computed:
         settings["computed_values"] = settings.get("computed_values", {}) | computed
+    for name, value in settings.items():
+        if isinstance(value, str) and SECRET.fullmatch(name):
+            settings[name] = "(secret)"
     if text:
         hints += " " + " ".join(re.findall(r"\b(SFT|DPO|ORPO|GRPO|KTO|Reward)(?=Config|Trainer)", text))
     return Theirs(trainer_of(settings, text, hints), settings, launcher, hints)
@@ -110,6 +118,7 @@ def command_in(path: Path) -> list[str]:
             line = re.sub(r"\$\([^()]*\)|`[^`]*`", "$computed", line)
             line = re.sub(r"\$\{(\w+):?-([^{}]*)\}", lambda found: variables.get(found[1], found[2]), line)
             line = Template(line).safe_substitute(variables)
+        line = re.sub(r"'[^']*'|\"[^\"]*\"", lambda text: text[0].translate(QUOTED), line)
         line = re.sub(r"&(?=\s|$)", " & ", line)  # 'wandb'& is two words
         try:
             words = shlex.split(line, comments=True)
@@ -125,7 +134,7 @@ def command_in(path: Path) -> list[str]:
             if command and re.match(r"[|;&<]|\d?>", word):  # another command, or a file
                 break
             if command or word in (*LAUNCHERS, *PROGRAMS):
-                command.append(word)
+                command.append(word.translate(UNQUOTED))
         commands.append(command)
     longest = max(commands, key=len, default=[])
     if len(longest) < 3:
@@ -224,11 +233,17 @@ def read_python(text: str) -> dict[str, Any]:
                     computed.setdefault(f"load_dataset: {name}", ast.unparse(node))
             if settings.setdefault("datasets", [source]) != [source]:
                 later.append(ast.unparse(call))
+        elif re.search(r"Tokenizer\w*\.from_pretrained$", called):
+            name = literal(call.args[0], constants) if call.args else ...
+            if isinstance(name, str):
+                settings.setdefault("tokenizer_name", name)
         elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
             if call.args and isinstance(literal(call.args[0], constants), str):
                 keep("output_dir" if called.endswith(("Config", "Arguments")) else "model_name", call.args[0])
             for name, node in keywords.items():
                 keep(name, node)
+    if "tokenizer_name" in settings and settings["tokenizer_name"] == settings.get("model_name"):
+        del settings["tokenizer_name"]
     if any(ast.unparse(call.func).endswith("LoraConfig") for call in calls):
         settings = {name: value for name, value in PEFT.items() if name not in computed} | settings
     if not settings:

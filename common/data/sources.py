@@ -233,15 +233,16 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         for number, row in enumerate(rows, at + 1):
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
+            renamed = {}
             for new, old in renames:
                 if old in row:  # some rows may lack a column, such as tools
-                    value = row.pop(old)
-                    if new != "unused":
-                        row[new] = value
+                    renamed[new] = row.pop(old)
                 elif new == "unused":
                     _leave_out(old, row)
                 else:
                     row.lacks.append(old)
+            renamed.pop("unused", None)
+            row.update(renamed)
             given += 1
             yield row, [file, number, given]
             if given >= most:

@@ -21,7 +21,7 @@ from common.data.types import all_trained
 from common.errors import say
 from common.memory import GIB, SHARDED, memory, tokens_at_once
 from common.model import fused_head
-from common.model.flat_model import FlatModel
+from common.model.flat_model import FlatModel, num_positions
 from common.model.optimizer import matrices
 import numpy as np
 import torch
@@ -185,10 +185,15 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tenso
 
 
 def _row(model: FlatModel, lengths: list[int]) -> Batch:
-    """A micro-batch of sequences that share no beginning."""
+    """A micro-batch of sequences that share no beginning. A longer one than the model's positions is an example
+    of several sequences, as a pair is."""
     vocab_size = model.config.get_text_config().vocab_size
     draw = np.random.default_rng(0)
-    example = [all_trained(draw.integers(vocab_size, size=n)) for n in lengths]
+    example = []
+    for n in lengths:
+        num_sequences = max(1, math.ceil(n / num_positions(model)))
+        for ids in np.array_split(draw.integers(vocab_size, size=n), num_sequences):
+            example.append(all_trained(ids))
     return flat_batch([example], next(model.parameters()).device)
 
 

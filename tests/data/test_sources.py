@@ -44,6 +44,9 @@ def test_held_out_rows_are_those_recorded(tmp_path):
         29,
     ]
     assert [row["body"] for row in columns(replace(source, columns=("body=text",)))] == texts(source)
+    # at the same time: two may change places
+    swapped = columns(Source(jsonl(tmp_path / "c.jsonl", [{"a": 1, "b": 2}]), columns=("a=b", "b=a")))
+    assert [dict(row) for row in swapped] == [{"a": 2, "b": 1}]
 
 
 def test_max_samples_are_the_first_after_hold_out(tmp_path):

@@ -158,6 +158,11 @@ def test_the_estimate_is_of_the_largest_part(monkeypatch):
     assert estimates == [([20, 45], how | {"device": accelerator.device})]
 
 
+def test_the_sequences_of_a_pair_may_have_more_tokens_than_positions_together():
+    pairs, sequences = (estimate(make("gpt2"), lengths) for lengths in ([140, 180], [70, 70, 90, 90]))
+    assert pairs["activations"] == sequences["activations"]
+
+
 def test_later_micro_batches_start_with_gradients():
     model = make()
     peak = measured(model, [30, 20], steps=3)

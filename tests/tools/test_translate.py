@@ -257,7 +257,11 @@ def test_the_first_values_of_a_script_count(translated, tmp_path):
     """What follows often evaluates or tests the model. Names of folders may be made of others."""
     lines = """# or unsloth/SmolLM2
 model_id, folder = "data/base_model", "runs"
-train = load_dataset("json", data_files={"train": "data/sft/train.jsonl"}, split="train")
+files = {"train": "data/sft/train.jsonl", "test": "test.jsonl"}
+train = load_dataset("json", data_files=files, split="train")
+tokenizer = AutoTokenizer.from_pretrained(pick())
+tokenizer = AutoTokenizer.from_pretrained("another_model")
+peft_config = LoraConfig(bias="all")
 held_out = load_dataset("data/dpo", split="test")
 args = SFTConfig(f"{folder}/{model_id}", learning_rate=1e-4, max_steps=count())
 model = AutoModelForCausalLM.from_pretrained(model_id, dtype="float32")
@@ -267,6 +271,8 @@ again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto")
     args, ours, _ = translated(tmp_path / "a.py")
     assert args.dataset_name == ["data/sft/train.jsonl"] and args.model_name_or_path == "data/base_model"
     assert (args.output_dir, args.learning_rate, args.dtype) == ("runs/data/base_model", 1e-4, "float32")
+    assert args.tokenizer_name == "another_model"
+    assert all(lost in ours for lost in ("data_files: test: test.jsonl", "bias: all"))
     assert (
         re.search("load_dataset.*dpo.*a later value.*\n.*dtype=auto +a later", ours)
         and "config of TRL" in ours
@@ -419,6 +425,9 @@ CUDA_VISIBLE_DEVICES=0,1 torchrun --nnodes 1 --nproc_per_node 2 src/train.py \\
     --max_grad_norm $(nproc) --seed ${SEED:-${OTHER:-3}} --max_length 9 --report_to='none'& tee --append $OUT/log
 echo done
 """)
+    quoted = "trl sft --model_name_or_path data/base_model --eos_token '<|im_end|>' --system \"a & b;\" "
+    quoted += "--hub_token hf_S3CR3T --dataset_name data/sft --seed 7 > log"
+    (tmp_path / "quoted.sh").write_text(quoted)
     args, ours, said = translated(tmp_path / "run.sh")
     assert (args.model_name_or_path, args.output_dir) == ("data/base_model", "outputs/sft")
     assert (args.learning_rate, args.max_length, args.warmup_steps, args.seed) == (2e-5, 77, 5, 3)
@@ -434,6 +443,10 @@ echo done
         "accelerate launch -q --config_file accelerate_configs/multi_gpu.yaml --num_processes 2 train_sft.py"
     )
     assert started in said
+    (tmp_path / "ours.yaml").unlink()
+    args, ours, said = translated(tmp_path / "quoted.sh")
+    assert (args.dataset_name, args.seed) == (["data/sft"], 7) and "system: a & b;" in ours
+    assert "eos_token: <|im_end|>" in ours and "S3CR3T" not in ours + said
     (tmp_path / "empty.sh").write_text("#!/bin/bash\nls *.py\n")
     expected = rf"^{tmp_path}/empty.sh: no command in it starts a training \(.*torchrun, .*axolotl"
     with pytest.raises(UserError, match=expected):

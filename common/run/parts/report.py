@@ -14,6 +14,7 @@ import json
 import math
 from pathlib import Path
 import re
+import shlex
 import sys
 import time
 from typing import Any
@@ -592,4 +593,8 @@ def command_of(script: str, folder: Path, start: Row) -> str:
     path = Path(script).with_suffix("")
     if len(path.parts) > 1 and not path.is_absolute() and ".." not in path.parts:
         script = f"-m {'.'.join(path.parts)}"  # a module: it imports from the root
-    return f"{launcher} {script} --config {folder}/args.yaml --output_dir {folder}-again"
+    else:
+        script = shlex.quote(script)
+    config = shlex.quote(f"{folder}/args.yaml")
+    again = shlex.quote(f"{folder}-again")
+    return f"{launcher} {script} --config {config} --output_dir {again}"

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 import random
 import re
+import shlex
 import signal
 
 from common.run.folder import lock as take_lock
@@ -239,6 +240,8 @@ def test_a_resumed_run_has_one_history(launch, tmp_path):
     )
     launched = command_of("train_sft.py", Path("out"), {"processes": 1, "distributed": "DEEPSPEED"})
     assert launched.startswith("accelerate launch -q --config_file CONFIG train_sft.py ")
+    words = shlex.split(command_of("my sft.py", Path("r 4"), {}))
+    assert words == ["python", "my sft.py", "--config", "r 4/args.yaml", "--output_dir", "r 4-again"]
 
 
 # --- comparing ----------------------------------------------------------------------------------------------
