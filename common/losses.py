@@ -116,7 +116,9 @@ def dpo_loss(
         options = {"beta": beta, "label_smoothing": label_smoothing, "simpo_gamma": simpo_gamma}
         terms = [dpo_loss(*sides, loss_type=one, **options) for one in loss_type]
         weights = loss_weights or [1.0] * len(terms)
-        total = sum(weight * losses for weight, (losses, _, _) in zip(weights, terms, strict=True))
+        total = 0.0
+        for weight, (losses, _, _) in zip(weights, terms, strict=True):
+            total = total + weight * losses
         _, chosen_reward, rejected_reward = terms[0]
         return total, chosen_reward, rejected_reward
     if loss_type not in DPO_LOSS_TYPES:

@@ -16,7 +16,7 @@ LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
 PROGRAMS = ("trl", "llamafactory-cli", "axolotl")
 # Settings whose values are not shown.
 SECRET = re.compile(r"(hub_|hf_|hf_hub_|push_to_hub_)?token|(wandb|swanlab)_(api_)?key|api_key|.*password")
-# What separates commands is other characters while it stands within quotes.
+# Within quotes the shell's operators are text: other characters stand for them until the line is split into words.
 QUOTED = str.maketrans("|;&<>", "\ue000\ue001\ue002\ue003\ue004")
 UNQUOTED = str.maketrans("\ue000\ue001\ue002\ue003\ue004", "|;&<>")
 # What LoraConfig of peft has where a script says nothing.
@@ -57,8 +57,9 @@ def read(words: list[str]) -> Theirs:
             name = "config"
             values = [word]
         spelled_out = [value for value in values if "$" not in value]
-        if len(spelled_out) < len(values):  # variables that a shell script does not set
-            computed[name] = " ".join(value for value in values if "$" in value)
+        unset = [value for value in values if "$" in value]  # variables that a shell script does not set
+        if unset:
+            computed[name] = " ".join(unset)
         if values and not spelled_out:
             continue
         if name == "config":
@@ -98,9 +99,10 @@ def split_command(words: list[str]) -> tuple[list[str], str, list[str]]:
     before, script, rest = words[: scripts[0]], words[scripts[0]], words[scripts[0] + 1 :]
     if before[:2] == ["accelerate", "launch"]:
         return [word for word in before[2:] if word != "-m"], script, rest
-    if processes := re.search(r"--(?:nproc[_-]per[_-]node|num_gpus)[ =](\d+)", " ".join(before)):
+    launched = " ".join(before)
+    if processes := re.search(r"--(?:nproc[_-]per[_-]node|num_gpus)[ =](\d+)", launched):
         rest = [*rest, f"--num_processes={processes[1]}"]
-    if devices := re.search(r"--include[ =]\S+?:([\d,]+)", " ".join(before)):
+    if devices := re.search(r"--include[ =]\S+?:([\d,]+)", launched):
         rest = [*rest, f"--num_processes={len(devices[1].split(','))}"]
     return [], script, rest
 
@@ -152,8 +154,8 @@ def plain(word: str) -> Any:
 
 def read_file(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        found = yaml.safe_load(text_of(path))
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{path}: expected `name: value` lines")
@@ -193,7 +195,7 @@ def read_python(text: str) -> dict[str, Any]:
     later: list[str] = []
 
     def keep(name: str, node: ast.expr) -> None:
-        value = literal(node, constants)
+        value = "(secret)" if SECRET.fullmatch(name) else literal(node, constants)
         if value is ... and name in ("bf16", "fp16"):  # whether the GPU can do it
             value = ast.unparse(node)
         if value is ...:
@@ -223,6 +225,7 @@ def read_python(text: str) -> dict[str, Any]:
                 settings[name] = ast.unparse(keywords["reward_funcs"]) if rewards is ... else rewards
         elif called.endswith("load_dataset"):
             names = ("path", "name")
+            keywords.pop("token", None)  # not to be shown
             given = dict(zip(names, call.args, strict=False)) | keywords
             source = {}
             for name, node in given.items():

@@ -52,8 +52,8 @@ def show_facts(facts: dict[str, Any]) -> None:
 def show_memory(
     args: CommonArgs, accelerator: Accelerator, model: FlatModel, lengths: list[int], reference: bool
 ) -> None:
-    """Print what a process would need, by part. lengths: of the sequences of the largest micro-batch. The
-    model cannot be trained afterwards."""
+    """Print what a process would need, by part. lengths: of the examples of the largest micro-batch. The model
+    cannot be trained afterwards."""
     num_parts = max(1, int(sum(lengths) / tokens_at_once(accelerator, model)))
     size = math.ceil(len(lengths) / num_parts)  # sequences in each part
     parts = [lengths[i : i + size] for i in range(0, len(lengths), size)]
@@ -111,7 +111,7 @@ def estimate(
 
     Call it before `accelerator.prepare`, with LoRA and gradient checkpointing already set up. Afterwards the
     model cannot be trained: its gradients, and tensors that its modules keep from a call, are fake.
-    lengths: of the sequences of a micro-batch, in which every token is trained; accumulation: micro-batches
+    lengths: of the examples of a micro-batch, in which every token is trained; accumulation: micro-batches
     per step (all but the first start with gradients); optim: as in --optim; reference: a second, frozen model
     is loaded; ddp: a second copy of the gradients in DistributedDataParallel's buckets; device: where
     training runs (None: where the model is). Raises whatever PyTorch raises if a layer needs numbers to know
@@ -185,8 +185,8 @@ def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, *_: Any, **__: Any) -> Tenso
 
 
 def _row(model: FlatModel, lengths: list[int]) -> Batch:
-    """A micro-batch of sequences that share no beginning. A longer one than the model's positions is an example
-    of several sequences, as a pair is."""
+    """A micro-batch of sequences that share no beginning. lengths: of its examples; one with more tokens than the
+    model has positions holds several sequences, as a pair does."""
     vocab_size = model.config.get_text_config().vocab_size
     draw = np.random.default_rng(0)
     example = []

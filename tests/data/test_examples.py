@@ -200,8 +200,8 @@ def test_examples_may_fit_only_in_their_order():
     # Largest first: 3 + 2, 3 + 2, and no room for the last 2. In their order, each to the emptiest: 3 + 3, 2
     # + 2 + 2.
     assert sorted(balance([3, 2, 2, 3, 2], 2, 6)) == [[0, 3], [1, 2, 4]]
-    # The emptiest is the one with the fewest tokens. By cost the third example would join the second, and the last one
-    # would have no room.
+    # The emptiest is the one with the fewest tokens. By cost the fourth example would join the first and the
+    # third, and the last one would have no room.
     sizes = [10_922, 16_384, 8_288, 8_192, 10_922, 8_192]
     assert sorted(balance(sizes, 2, 32_768)) == [[0, 2, 4], [1, 3, 5]]
     with pytest.raises(UserError, match="--max_tokens_per_batch 10: 21 tokens do not fit in 2 micro-batches"):

@@ -159,7 +159,8 @@ def test_the_estimate_is_of_the_largest_part(monkeypatch):
 
 
 def test_the_sequences_of_a_pair_may_have_more_tokens_than_positions_together():
-    pairs, sequences = (estimate(make("gpt2"), lengths) for lengths in ([140, 180], [70, 70, 90, 90]))
+    pairs = estimate(make("gpt2"), [140, 180])
+    sequences = estimate(make("gpt2"), [70, 70, 90, 90])
     assert pairs["activations"] == sequences["activations"]
 
 

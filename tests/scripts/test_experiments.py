@@ -53,7 +53,7 @@ def test_the_gallery_says_how_much_each_experiment_changes():
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A repository of one script and one diff, in which the applier works."""
-    path_of("ema")  # by the applier, once for all tests: before it works here
+    path_of("ema")  # all diffs are applied once, in the repository: below, the applier sees this folder alone
     (tmp_path / "experiments").mkdir()
     (tmp_path / "train_sft.py").write_text((ROOT / "train_sft.py").read_text())
     (tmp_path / "experiments" / "ema.diff").write_text((FOLDER / "ema.diff").read_text())

@@ -258,20 +258,20 @@ def test_the_first_values_of_a_script_count(translated, tmp_path):
     lines = """# or unsloth/SmolLM2
 model_id, folder = "data/base_model", "runs"
 files = {"train": "data/sft/train.jsonl", "test": "test.jsonl"}
-train = load_dataset("json", data_files=files, split="train")
+train = load_dataset("json", data_files=files, split="train", token="hf_S3CR3T")
 tokenizer = AutoTokenizer.from_pretrained(pick())
 tokenizer = AutoTokenizer.from_pretrained("another_model")
 peft_config = LoraConfig(bias="all")
 held_out = load_dataset("data/dpo", split="test")
 args = SFTConfig(f"{folder}/{model_id}", learning_rate=1e-4, max_steps=count())
-model = AutoModelForCausalLM.from_pretrained(model_id, dtype="float32")
-again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto")
+model = AutoModelForCausalLM.from_pretrained(model_id, dtype="float32", token="hf_S3CR3T")
+again = AutoModelForCausalLM.from_pretrained(model_id, dtype="auto", token="hf_S3CR3T_too")
 """
     (tmp_path / "a.py").write_text(lines)
     args, ours, _ = translated(tmp_path / "a.py")
     assert args.dataset_name == ["data/sft/train.jsonl"] and args.model_name_or_path == "data/base_model"
     assert (args.output_dir, args.learning_rate, args.dtype) == ("runs/data/base_model", 1e-4, "float32")
-    assert args.tokenizer_name == "another_model"
+    assert args.tokenizer_name == "another_model" and "S3CR3T" not in ours
     assert all(lost in ours for lost in ("data_files: test: test.jsonl", "bias: all"))
     assert (
         re.search("load_dataset.*dpo.*a later value.*\n.*dtype=auto +a later", ours)

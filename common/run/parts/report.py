@@ -595,6 +595,6 @@ def command_of(script: str, folder: Path, start: Row) -> str:
         script = f"-m {'.'.join(path.parts)}"  # a module: it imports from the root
     else:
         script = shlex.quote(script)
-    config = shlex.quote(f"{folder}/args.yaml")
+    settings = shlex.quote(f"{folder}/args.yaml")
     again = shlex.quote(f"{folder}-again")
-    return f"{launcher} {script} --config {config} --output_dir {again}"
+    return f"{launcher} {script} --config {settings} --output_dir {again}"

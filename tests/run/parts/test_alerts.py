@@ -93,9 +93,8 @@ def test_an_alert_says_what_who_and_when():
 def test_of_an_event_at_every_minute_one_in_five_is_sent(monkeypatch):
     alerts, sent = alerts_to("http://127.0.0.1:1"), []
     monkeypatch.setattr(alerts, "send", lambda kind, text: sent.append(text))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 60.0 * step))
     for step in range(12):
-        clock = SimpleNamespace(monotonic=lambda seconds=60.0 * step: seconds)
-        monkeypatch.setattr(module, "time", clock)
         alerts.on_event("spike", step, "")
     assert sent == ["step 0: ", "step 5: ", "step 10: "]
 
