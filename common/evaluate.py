@@ -115,13 +115,7 @@ def evaluate_means(
                 sums = sums + torch.stack([*totals, counts.sum()])
             *totals, count = accelerator.reduce(sums, "sum").tolist()
             table.append(Sums(totals, count))
-    shares = [source.weight for source in held_out.sources]
-    if None in shares:
-        shares = [row.count for row in table]
-    means = {}
-    for k, name in enumerate(names):
-        of_sources = [share * row.totals[k] / row.count for share, row in zip(shares, table, strict=True)]
-        means[f"eval_{name}"] = sum(of_sources) / sum(shares)
+    means = {f"eval_{name}": _mean(held_out, table, k) for k, name in enumerate(names)}
     if len(table) > 1 and "loss" in names:
         k = names.index("loss")
         for source, row in zip(held_out.sources, table, strict=True):
@@ -129,17 +123,34 @@ def evaluate_means(
     return means
 
 
+def _mean(held_out: Examples, table: list[Sums], k: int) -> float:
+    """The mean of the k-th value over all sources, or, if they have weights, the weighted mean of the sources'
+    means."""
+    shares = [source.weight for source in held_out.sources]
+    if None in shares:
+        shares = [row.count for row in table]
+    total = 0.0
+    for share, row in zip(shares, table, strict=True):
+        total += share * row.totals[k] / row.count
+    return total / sum(shares)
+
+
 def bytes_per_token(held_out: Examples, tokenizer: Tokenizer) -> float:
     """UTF-8 bytes of the held-out text for each predicted token (all but the first of a sequence; special
-    tokens stand for no text). eval_loss / (ln 2 · bytes_per_token) are bits per byte. 0 without held-out
-    rows."""
-    size = 0
-    predicted = 0
-    for example in held_out:
-        for sequence in example:
-            size += _bytes_predicted(sequence["input_ids"], tokenizer)
-            predicted += len(sequence["input_ids"]) - 1
-    return size / max(predicted, 1)
+    tokens stand for no text), sources weighted as in eval_loss: eval_loss / (ln 2 · bytes_per_token) are bits per
+    byte. 0 without held-out rows."""
+    table = []
+    first = 0
+    for count in held_out.counts:
+        size = 0
+        predicted = 0
+        for i in range(first, first + count):
+            for sequence in held_out[i]:
+                size += _bytes_predicted(sequence["input_ids"], tokenizer)
+                predicted += len(sequence["input_ids"]) - 1
+        first += count
+        table.append(Sums([size], max(predicted, 1)))
+    return _mean(held_out, table, 0) if table else 0.0
 
 
 def _bytes_predicted(ids: np.ndarray, tokenizer: Tokenizer) -> int:

@@ -76,6 +76,10 @@ class Args(CommonArgs):
     def __post_init__(self) -> None:
         if self.turn_dropping and self.train_on != "all_turns":
             raise UserError("--turn_dropping trains answers in the middle of a chat: --train_on all_turns")
+        if self.eval_fraction:
+            raise UserError(
+                "--eval_fraction would hold out answers to prompts that are trained on: --eval_dataset_name, with chats"
+            )
 
 
 def encode(row: Row, tokenizer: Tokenizer, args: Args) -> list[Sequence]:

@@ -51,8 +51,10 @@ class Rows:
         sources: list[Source],
         function: Callable[[Row], dict[str, Any]],
         curriculum_column: str | None = None,
+        beside: list[dict[str, Any]] | None = None,
     ):
-        """function(row): a dict with token ids under prompt_ids; may raise BadRow."""
+        """function(row): a dict with token ids under prompt_ids; may raise BadRow. beside: other rows, whose
+        columns these get as well."""
         self.sources = sources
         self.rows = []
         self.counts = []
@@ -75,7 +77,7 @@ class Rows:
             self._facts.append(source.facts() | facts | {"tokens": tokens})
         # A reward gets the same columns whatever rows it is called with, and so on any number of processes.
         nothing = {}
-        for row in self.rows:
+        for row in [*(beside or []), *self.rows]:
             nothing |= dict.fromkeys(row)
         self.rows = [nothing | row for row in self.rows]
         self.sizes = np.array([len(row["prompt_ids"]) for row in self.rows], np.int64)  # (rows,) tokens
@@ -124,7 +126,7 @@ def load_prompts(args: CommonArgs, encode: EncodePrompt, tokenizer: Tokenizer) -
 
     prompts = Rows(sources, encoded, args.curriculum_column)
     prompts.order = make_order(args, sources, prompts)
-    return prompts, Rows(held_out_sources, encoded)
+    return prompts, Rows(held_out_sources, encoded, beside=prompts.rows)
 
 
 def make_order(args: CommonArgs, sources: list[Source], examples: Examples | Rows) -> Order:

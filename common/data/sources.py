@@ -63,7 +63,7 @@ class Source:
 # --- which sources ------------------------------------------------------------------------------------------
 
 # The keys that an item of --dataset_name may have.
-ITEM = {"path": str, "name": str, "split": str, "max_samples": int}
+ITEM = {"path": str, "name": str, "split": str, "max_samples": int, "columns": list}
 
 
 def find_sources(args: CommonArgs) -> tuple[list[Source], list[Source]]:
@@ -166,8 +166,9 @@ def _source(args: CommonArgs, flag: str, word: str, most: int | None) -> Source:
         if type(value) is not ITEM.get(key) or value == "" or (key == "max_samples" and value < 1):
             expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in ITEM.items())
             raise UserError(f"--{flag} {word}: {key} is {value!r}; expected {expected} above 0")
-    settings = {"name": args.dataset_config, "max_samples": most} | item
-    source = Source(**settings, columns=tuple(args.columns or ()), streaming=args.dataset_streaming)
+    settings = {"name": args.dataset_config, "max_samples": most, "columns": args.columns or ()} | item
+    settings["columns"] = tuple(map(str, settings["columns"]))
+    source = Source(**settings, streaming=args.dataset_streaming)
     if "split" in item:
         return source
     if flag == "dataset_name":
@@ -233,16 +234,7 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
         for number, row in enumerate(rows, at + 1):
             if source.part != "all" and _is_held_out(source, row) != (source.part == "held_out"):
                 continue
-            renamed = {}
-            for new, old in renames:
-                if old in row:  # some rows may lack a column, such as tools
-                    renamed[new] = row.pop(old)
-                elif new == "unused":
-                    _leave_out(old, row)
-                else:
-                    row.lacks.append(old)
-            renamed.pop("unused", None)
-            row.update(renamed)
+            _rename(row, renames)
             given += 1
             yield row, [file, number, given]
             if given >= most:
@@ -251,6 +243,30 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
     if not given and source.part != "held_out":
         left = f", with --eval_fraction {source.held_out}" if source.held_out else ""
         raise UserError(f"no rows in {source.path} (split {source.split}{left}); at least one is needed")
+
+
+def _rename(row: Row, renames: list[tuple[str, str]]) -> None:
+    """Rename columns, all at the same time. Rows of several sources may have either name: nothing is replaced by
+    null. Raises UserError if both are there."""
+    values = {}
+    for new, old in renames:
+        if old in row:
+            values[new] = dict.get(row, old)  # which does not count as read
+        elif new == "unused":
+            _leave_out(old, row)
+        else:
+            row.lacks.append(old)
+    for _, old in renames:
+        row.pop(old, None)
+    values.pop("unused", None)
+    for new, value in values.items():
+        if value is None and new in row:
+            continue
+        if dict.get(row, new) is not None:
+            raise UserError(
+                f"{row.where}: --columns: there is a column {new} already; with unused={new}, too, it is left out"
+            )
+        row[new] = value
 
 
 def _leave_out(key: str, row: Row) -> None:

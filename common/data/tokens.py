@@ -41,7 +41,7 @@ def tokenize_chat(
     """The result of formats.as_chat (messages, prompt and completion, or text) as sequences of input_ids (n,)
     and loss_mask (n,) int64.
 
-    train_on, all_or_none: for messages, see tokenize_messages; of prompt and completion only the completion is trained, of
+    train_on, all_or_none: see tokenize_messages; of prompt and completion the completion is trained (everything: both), of
     a text all of it. max_length: longer sequences are truncated at the end, and left out if nothing of them
     is trained then. Raises BadRow if nothing is left to train on.
     """
@@ -49,6 +49,8 @@ def tokenize_chat(
         sequences = [all_trained(tokenize_documents([chat["text"]], tokenizer)[0])]
     elif "completion" in chat:
         sequences = [tokenize_completion(chat["prompt"], chat["completion"], tokenizer)]
+        if train_on == "everything":
+            sequences = [all_trained(sequences[0]["input_ids"])]
     else:
         sequences = tokenize_messages(
             chat["messages"],
@@ -154,6 +156,10 @@ def _whole_chat(messages: list[Message], tokenizer: Tokenizer, tools: Tools, swi
     """A chat in which everything is trained, except for assistant turns with "train": False."""
     ids = encode_text(whole_text(messages, tokenizer, tools, switches), tokenizer)
     mask = np.ones(len(ids), np.int64)
+    if any(m["role"] != "assistant" and m.get("train") is False for m in messages):
+        raise BadRow(
+            "a turn of the user or the system that is not to be trained, which --train_on everything trains: use all_turns"
+        )
     left_out = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("train") is False]
     for answer in answers(messages, left_out, tokenizer, tools, [switches], all_or_none=True):
         this = _write(answer, None, tokenizer)

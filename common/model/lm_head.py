@@ -130,7 +130,7 @@ def _in_chunks(
     random: bool = False,
 ) -> tuple[Tensor, ...]:
     """function(hidden, other) in chunks of rows. If there are several, each is recomputed in the backward
-    pass, with the same random numbers if the function may be `random`."""
+    pass, with the same random numbers if the function may be `random`, or an adapter of the head has dropout."""
     # not the weight's shape, which ZeRO-3 hides
     rows = chunk_rows(hidden.device, inner.config.get_text_config().vocab_size)
     if len(hidden) <= rows:
@@ -138,9 +138,10 @@ def _in_chunks(
     # Under ZeRO-3 each call of the head gathers it: the number of calls must be the same on every process.
     if hasattr(weight_of(inner.get_output_embeddings()), "ds_id"):
         return function(hidden, other)
+    dropout = any(isinstance(part, nn.Dropout) for part in inner.get_output_embeddings().modules())
     chunks = []
     for h, o in zip(hidden.split(rows), other.split(rows), strict=True):
-        chunks.append(checkpoint(function, h, o, use_reentrant=False, preserve_rng_state=random))
+        chunks.append(checkpoint(function, h, o, use_reentrant=False, preserve_rng_state=random or dropout))
     return tuple(map(torch.cat, zip(*chunks, strict=True)))
 
 

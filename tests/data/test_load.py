@@ -183,6 +183,15 @@ def test_prompts_stand_at_positions_like_any_training_data(tmp_path, tokenizer, 
     ] == ["a"]
 
 
+def test_held_out_prompts_have_the_columns_of_those_trained_on(tmp_path, tokenizer):
+    """A reward is called with both."""
+    names = [jsonl(tmp_path / f"{n}.jsonl", [{"prompt": "x", key: 1}] * 2) for n, key in ("ab", "cd")]
+    args = arguments(tmp_path, *names, eval_dataset_name=names[:1])
+    prompts, held_out = load_prompts(args, lambda row, *_: dict(row) | {"prompt_ids": [1]}, tokenizer)
+    expected = {"prompt": "x", "b": 1, "d": None, "prompt_ids": [1]}
+    assert held_out.rows == [expected] * 2 == prompts.rows[:2]
+
+
 def test_prompts_that_are_all_unusable_are_refused(tmp_path, tokenizer):
     def refuse(row, tokenizer, args):
         raise BadRow("too long")

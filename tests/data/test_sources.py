@@ -44,9 +44,41 @@ def test_held_out_rows_are_those_recorded(tmp_path):
         29,
     ]
     assert [row["body"] for row in columns(replace(source, columns=("body=text",)))] == texts(source)
-    # at the same time: two may change places
-    swapped = columns(Source(jsonl(tmp_path / "c.jsonl", [{"a": 1, "b": 2}]), columns=("a=b", "b=a")))
-    assert [dict(row) for row in swapped] == [{"a": 2, "b": 1}]
+
+
+@pytest.mark.parametrize(
+    "renames, row, renamed",
+    [
+        ("a=b b=a", {"a": 1, "b": 2}, {"a": 2, "b": 1}),  # all at the same time
+        ("a=b c=b", {"b": 2}, {"a": 2, "c": 2}),
+        ("a=b b=b", {"b": 2}, {"a": 2, "b": 2}),
+        # rows of several sources: this one has its own name for it
+        ("a=b", {"a": 1}, {"a": 1}),
+        ("a=b", {"a": 1, "b": None}, {"a": 1}),
+        ("a=b", {"a": None, "b": 2}, {"a": 2}),
+        ("unused=a a=b", {"a": 1, "b": 2}, {"a": 2}),
+        (
+            "a=b",
+            {"a": 1, "b": 2},
+            "there is a column a already; with unused=a, too, it is left out",
+        ),
+    ],
+)
+def test_renamed_columns_replace_nothing(tmp_path, renames, row, renamed):
+    source = Source(jsonl(tmp_path / "a.jsonl", [row]), columns=tuple(renames.split()))
+    if isinstance(renamed, dict):
+        assert [dict(found) for found in columns(source)] == [renamed]
+        return
+    with pytest.raises(UserError) as caught:
+        columns(source)
+    assert line(caught).startswith(f"{source.path}:1: --columns") and renamed in line(caught)
+
+
+def test_a_source_may_have_renames_of_its_own(tmp_path):
+    paths = [jsonl(tmp_path / f"{name}.jsonl", [{"a": 1, "b": 2}]) for name in "xyz"]
+    sources = [{"path": paths[0], "columns": ["c=b"]}, {"path": paths[1], "columns": []}, paths[2]]
+    rows = [columns(source) for source in found(*sources, columns=["c=a"])[0]]
+    assert rows == [[{"a": 1, "c": 2}], [{"a": 1, "b": 2}], [{"b": 2, "c": 1}]]
 
 
 def test_max_samples_are_the_first_after_hold_out(tmp_path):

@@ -9,6 +9,7 @@ from common.data.chat import stop_token_ids
 from common.data.tokenizer import train_bpe
 from common.data.tokens import (
     show_trained,
+    tokenize_chat,
     tokenize_completion,
     tokenize_documents,
     tokenize_messages,
@@ -75,6 +76,8 @@ def test_the_words_and_ends_of_answers_are_trained(name):
     (everything,) = tokenize_messages(CHAT, tokenizer, train_on="everything")
     assert everything["loss_mask"].all()
     if len(tokenize_messages(CHAT, tokenizer)) == 1:
+        with pytest.raises(BadRow, match="of the user or the system that is not to be trained"):
+            tokenize_messages(flagged(CHAT, 2), tokenizer, train_on="everything")
         (sequence,) = tokenize_messages(flagged(CHAT, 1), tokenizer, train_on="everything")
         assert trained(sequence | {"loss_mask": 1 - sequence["loss_mask"]}, tokenizer) == [first]
 
@@ -143,6 +146,9 @@ def test_completions_and_documents_end_on_one_eos():
     assert tokenizer.pad_token_id == tokenizer.eos_token_id  # and the end keeps its label
     for completion in ("2", "2<|endoftext|>"):
         assert trained(tokenize_completion("1+1=", completion, tokenizer), tokenizer) == ["2<|endoftext|>"]
+        chat = {"prompt": "1+1=", "completion": completion}
+        (sequence,) = tokenize_chat(chat, tokenizer, train_on="everything")
+        assert sequence["loss_mask"].tolist() == [0, *[1] * (len(sequence["input_ids"]) - 1)]
         assert decode(tokenize_documents([completion], tokenizer)[0], tokenizer) == "2<|endoftext|>"
 
 

@@ -309,6 +309,36 @@ def test_other_heads_are_called_as_modules(rows, change, chunks, monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+class Dropped(Wrapped):
+    """An adapter with dropout."""
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, hidden):
+        return super().forward(self.dropout(hidden))
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+def test_an_adapted_head_drops_the_same_in_both_passes(rows, chunks):
+    chunks(rows)
+    toy = Toy()
+    toy.lm_head = Dropped(toy.lm_head)
+    hidden, tokens, w, u = positions(toy)
+
+    def loss(hidden):
+        torch.manual_seed(3)
+        logps, entropy, _ = log_probs(toy, hidden, tokens, 0.7, entropy=True, entropy_grad=True)
+        return (w * logps + u * entropy).sum()
+
+    (gradient,) = torch.autograd.grad(loss(hidden), hidden)
+    towards = torch.randn_like(gradient)
+    with torch.no_grad():
+        slope = (loss(hidden + 0.01 * towards) - loss(hidden - 0.01 * towards)) / 0.02
+    torch.testing.assert_close((gradient * towards).sum(), slope, rtol=0.01, atol=0.01)
+
+
 # --- precision ----------------------------------------------------------------------------------------------
 
 

@@ -86,6 +86,7 @@ TABLE = [
         f"{MODEL} --max_completion_length 4 --max_train_samples 4 --reward_threshold 9",
         "--reward_threshold",
     ),
+    ("rft", f"{MODEL} --eval_fraction 0.2", "--eval_dataset_name"),
 ]
 
 

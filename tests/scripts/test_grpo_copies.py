@@ -151,8 +151,11 @@ def margin(policy, reference, chosen, rejected, temperature):
 
 
 @pytest.mark.parametrize("rewards", ["rating", "picky"])
-def test_a_step_of_online_dpo_is_that_of_the_formula(rewards, launch, tmp_path, model):
-    """Every update on a rollout and on the next; the rewards of some pairs are equal, or one is missing."""
+def test_a_step_of_online_dpo_is_that_of_the_formula(rewards, launch, tmp_path, model, monkeypatch):
+    """Every update on a rollout and on the next; the rewards of some pairs are equal, or one is missing. Also if
+    a micro-batch is split: both of a pair stay in one part."""
+    if rewards == "picky":
+        monkeypatch.setattr("common.run.retry.tokens_at_once", lambda *_: 20.0)
     flags, s = Settings.flags(**TWICE, beta=0.4, num_generations=2, per_device_train_batch_size=16)
     rows = chat_rows(("any", "flat", "any", "any"))
     run = run_grpo(

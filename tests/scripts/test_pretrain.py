@@ -1,6 +1,7 @@
 """train_pretrain.py against float64: every token that follows another one, once, with the same weight."""
 
 import math
+from types import SimpleNamespace
 
 from common.errors import UserError
 from common.evaluate import bytes_per_token
@@ -262,5 +263,14 @@ def test_bytes_are_counted_where_characters_are_cut():
     engine.decoder = tokenizers.decoders.Sequence(parts)
     own = transformers.PreTrainedTokenizerFast(tokenizer_object=engine, eos_token="</s>")
     rows = [[1, 3, 4, 2, 0], [4, 5, 6], [7, 1, 5], [3, 4, 1]]  # aé b, ..é 猫, .. a, é a
-    held_out = [[{"input_ids": np.array(row)}] for row in rows]
+    held_out = Rows([[{"input_ids": np.array(row)}] for row in rows])
+    held_out.counts, held_out.sources = [3, 1], [SimpleNamespace(weight=None)] * 2
     assert bytes_per_token(held_out, own) == pytest.approx((1 + 1 + 2 + 1 + 1 + 1 + 1 + 1 + 1) / 10)
+    # of sources with weights each has its share, whatever its size: " b b", a five times
+    held_out = Rows([[{"input_ids": np.array(row)}] for row in ([1, 2, 2], [1, 1, 1, 1, 1, 1])])
+    held_out.counts, held_out.sources = [1, 1], [SimpleNamespace(weight=weight) for weight in (0.9, 0.1)]
+    assert bytes_per_token(held_out, own) == pytest.approx(0.9 * 2 + 0.1 * 1)
+
+
+class Rows(list):
+    """Rows of several sources."""
