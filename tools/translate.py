@@ -21,6 +21,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from common.args import defaults
 from common.command_line import checked, kind_of, parse_args
+from common.data.formats import ROLES
 from common.errors import UserError, printable, quoted
 from common.other_names import said_here, table, value_here
 from common.sampling.rewards import OF_TRL
@@ -40,14 +41,25 @@ OF_OPEN_R1 = {"accuracy": "accuracy_reward", "format": "think_format_reward"}
 # Templates that are formats of their own, not those of a model's tokenizer.
 FORMATS = ("default", "alpaca", "vicuna", "empty", "fewshot", "zephyr", "belle", "ziya")
 # Columns by the names that axolotl and LLaMA-Factory have for them.
-COLUMNS = {"field": "text", "field_messages": "messages", "field_label": "label", "field_tools": "tools"}
+COLUMNS = {
+    "field": "text",
+    "text_column": "text",
+    "field_messages": "messages",
+    "field_label": "label",
+    "field_tools": "tools",
+}
 COLUMNS |= {f"field_{name}": name for name in ("prompt", "completion", "chosen", "rejected", "system")}
 COLUMNS |= {f"field_{name}": name for name in ("instruction", "input", "output")}
 COLUMNS |= {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
 COLUMNS |= {name: name for name in ("chosen", "rejected", "kto_tag", "system", "tools", "history")}
 # Entries of a dataset that say how its rows are to be read.
-BY_COLUMNS = ("type", "formatting", "ds_type", "ranking", "columns", "chat_template", "tags", "roles")
-BY_COLUMNS += ("message_property_mappings", "ms_hub_url", "om_hub_url", "trust_remote_code")
+BY_COLUMNS = ("type", "formatting", "ds_type", "ranking", "columns", "chat_template")
+BY_COLUMNS += ("ms_hub_url", "om_hub_url", "trust_remote_code")
+# Entries with names that a row's messages have, and those that are read.
+NAMES_IN_ROWS = ("tags", "roles", "message_property_mappings")
+KNOWN_NAMES = {*ROLES, "role", "from", "content", "value", "tools", "tool_calls", "tool_call_id", "name"}
+# Types of axolotl that read columns of their own.
+OWN_COLUMNS = re.compile(r"(chatml|llama3|zephyr)\.")
 
 
 # --- translating --------------------------------------------------------------------------------------------
@@ -88,7 +100,11 @@ class Translation:
             old = theirs.settings.get("evaluation_strategy") if kind == "eval" else None
             if theirs.settings.get(f"{kind}_strategy", old) in ("no", False) and unused in theirs.settings:
                 self.nothing.append(f"{unused}: {theirs.settings.pop(unused)} (the strategy is: no)")
-        names = sorted(theirs.settings, key=lambda name: name not in self.flags)  # those with our names first
+        self.take_sft_from_mixture()
+        # those with our names first, and the metric before the switch that stands for eval_loss
+        names = sorted(
+            theirs.settings, key=lambda name: (name not in self.flags, name.startswith("load_best"))
+        )
         for name in names:
             self.add(name, theirs.settings[name])
         self.add_defaults()
@@ -140,6 +156,8 @@ class Translation:
 
     def add(self, name: str, value: Any) -> None:
         """Translate a setting of theirs."""
+        if value is None and name == "max_length" and self.theirs.trainer == "TRL" and name in self.flags:
+            self.lose("max_length: null", f"without limit there, here {self.flags[name]}: write a number")
         if value is None or value in ("", [], {}):
             return  # unset
         special = getattr(self, f"add_{name}", None)
@@ -240,6 +258,8 @@ class Translation:
             theirs.pop("use_peft", None)
         for name in computed:
             theirs.pop(name, None)
+        if any(name.startswith("**") for name in computed):
+            theirs = {}  # what is given there is not known
         for name, value in theirs.items():
             of_adapters = name.startswith(("lora_", "load_in_"))
             wanted = self.ours.get("use_peft") if of_adapters else name in self.flags
@@ -247,6 +267,15 @@ class Translation:
                 wanted = "dataset_name" in given and evaluates in ("steps", "epoch")
             if wanted and name not in self.ours:
                 self.set(name, value, f"the default of {trainer}")
+        if (
+            self.ours.get("train_on") == "everything"
+            and trainer in ("TRL", "unsloth")
+            and "completion_only_loss" not in given
+        ):
+            self.lose(
+                "completion_only_loss",
+                "unset, which is true for rows of a prompt and a completion: leave train_on out",
+            )
         if evaluates == "steps" and "eval_steps" not in {*given, *computed}:
             every = self.ours.get("logging_steps", 10 if trainer == "TRL" else 500)
             self.set("eval_steps", every, f"the default of {trainer}: logging_steps")
@@ -268,6 +297,17 @@ class Translation:
                 self.set("chat_template", "chatml", "the tokenizer has none (rows of plain text need none)")
 
     # --- settings that need more than a name
+
+    def take_sft_from_mixture(self) -> None:
+        """TRL's `sft` among the losses of DPO, as in MPO, is a weight of its own here."""
+        losses, weights = self.theirs.settings.get("loss_type"), self.theirs.settings.get("loss_weights")
+        if "sft_weight" in self.flags and isinstance(losses, list) and "sft" in losses:
+            place = losses.index("sft")
+            weight = weights[place] if weights else 1.0
+            for values in (losses, weights):
+                if values:
+                    del values[place]
+            self.set("sft_weight", weight, "sft, of loss_type")
 
     def add_chat_template(self, name: str, value: str) -> None:
         if "{%" in value or "{{" in value:
@@ -421,6 +461,14 @@ class Translation:
         sources = []
         for item in value:
             sources += [item] if isinstance(item, str) else self.sources_of(dict(item))
+        if len(sources) == 1 and isinstance(sources[0], dict) and "columns" in sources[0]:
+            renames = sources[0].pop("columns")
+            self.set("columns", list(renames), "; ".join(renames.values()))
+        for source in sources:
+            if isinstance(source, dict) and "columns" in source:
+                self.nothing += [f"{shown} (in {flag})" for shown in source["columns"].values()]
+                source["columns"] = list(source["columns"])
+        sources = [source["path"] if list(source) == ["path"] else source for source in sources]
         if sources:
             self.set(flag, sources, name)
 
@@ -479,32 +527,45 @@ class Translation:
             self.lose(f"{path}: data_files: {files}", "a source is a file, a folder, or a name on the Hub")
         if isinstance(item.get("type"), dict):
             item |= item.pop("type")
+        columns: dict[str, str] = {}
         for key, value in item.items():
-            self.add_detail(f"{path}: {key}: {quoted(value, 60, str)}", key, value)
-        settings = {"name": name, "split": split, "max_samples": most}
-        usual = {"name": (None, "default"), "split": ("train",), "max_samples": (None,)}
+            columns |= self.renames_of(f"{path}: {key}: {quoted(value, 60, str)}", key, value)
+        settings = {"name": name, "split": split, "max_samples": most, "columns": columns}
+        usual = {"name": (None, "default"), "split": ("train",), "max_samples": (None,), "columns": ({},)}
         settings = {key: value for key, value in settings.items() if value not in usual[key]}
-        return [{"path": path} | settings if settings else path for path in paths]
+        return [{"path": path} | settings for path in paths]
 
-    def add_detail(self, shown: str, key: str, value: Any) -> None:
-        """A further entry of a dataset."""
-        new = COLUMNS.get(key)
-        if value is None or value is False or key == "weight" and value == 1:
-            return
-        if key in BY_COLUMNS or value in (new, "messages", "conversations"):
+    def renames_of(self, shown: str, key: str, value: Any) -> dict[str, str]:
+        """Of a further entry of a dataset: {new=old: the entry}, if it names a column."""
+        new = "text" if key == "prompt" and "pretrain" in self.script else COLUMNS.get(key)
+        of_own_columns = key == "type" and OWN_COLUMNS.match(str(value))
+        if value is None or value is False or key in ("weight", "fraction") and value == 1:
+            return {}
+        if key in NAMES_IN_ROWS and not texts_in(value) <= KNOWN_NAMES or of_own_columns:
+            self.lose(shown, "other names than rows have here: docs/data.md, --columns new=old")
+        elif key in (*BY_COLUMNS, *NAMES_IN_ROWS) or value in (new, "messages", "conversations"):
             self.nothing.append(f"{shown} (rows are read by their columns)")
         elif new:
-            self.set("columns", [f"{new}={value}"], shown)
-        elif key == "weight":
+            return {f"{new}={value}": shown}
+        elif key in ("weight", "fraction"):
             self.lose(shown, "a share of its rows; here max_samples of a source, a number")
         else:
             self.lose(shown, "rows are read by their columns (docs/data.md)")
+        return {}
 
 
 def exact_value(name: str, value: Any) -> Any:
     """What the table says of this value by name; None: nothing."""
     named = str(value).lower() in table().values.get(name, {})
     return value_here(name, value) if named else None
+
+
+def texts_in(value: Any) -> set[str]:
+    """The texts in a dictionary or a list, keys aside."""
+    if isinstance(value, str):
+        return {value}
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return set().union(*map(texts_in, parts))
 
 
 def same(ours: Any, theirs: Any) -> bool:

@@ -10,6 +10,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 from common.errors import UserError
+from common.other_names import said_here
 import yaml
 
 LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "python", "python3")
@@ -21,12 +22,15 @@ QUOTED = str.maketrans("|;&<>", "\ue000\ue001\ue002\ue003\ue004")
 UNQUOTED = str.maketrans("\ue000\ue001\ue002\ue003\ue004", "|;&<>")
 # What LoraConfig of peft has where a script says nothing.
 PEFT = {"r": 8, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "peft's choice"}
-CALLS = ("Config", "Arguments", "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
+CONFIGS = ("Config", "Arguments")
+CALLS = (*CONFIGS, "DictDefault", "get_peft_model", "FastLanguageModel.from_pretrained")
 CALLS += ("Trainer", "EarlyStoppingCallback", "get_chat_template")
 # Objects that a trainer is given; what is said in their own calls counts.
 OBJECTS = ("model", "args", "train_dataset", "eval_dataset", "tokenizer", "processing_class", "callbacks")
 OBJECTS += ("ref_model", "data_collator", "compute_metrics", "formatting_func", "peft_config", "optimizers")
 OBJECTS += ("reward_funcs",)
+# A script whose flags are the settings.
+OF_FLAGS = re.compile("HfArgumentParser|TrlParser")
 
 
 class Theirs(NamedTuple):
@@ -41,12 +45,15 @@ def read(words: list[str]) -> Theirs:
     if words[0].endswith(".sh"):
         words = command_in(Path(words[0])) + words[1:]
     launcher, hints, rest = split_command(words)
-    settings: dict[str, Any] = {}
+    given: dict[str, Any] = {}  # by the words
     computed: dict[str, str] = {}
-    text = ""
+    files: list[Path] = []
+    script = Path(hints)
     while rest:
         word = rest.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            name = name.replace("-", "_")
         if equals:
             values = [value]
         elif word.startswith("--"):
@@ -63,17 +70,31 @@ def read(words: list[str]) -> Theirs:
         if values and not spelled_out:
             continue
         if name == "config":
-            for path in map(Path, spelled_out):
-                hints += f" {path}"
-                if path.suffix in (".py", ".ipynb"):
-                    text = source_of(path)
-                    settings |= read_python(text)
-                else:
-                    settings |= read_file(path)
+            files += map(Path, spelled_out)
         elif len(spelled_out) > 1:
-            settings[name] = [plain(value) for value in spelled_out]
+            given[name] = [plain(value) for value in spelled_out]
+        elif not values and name.startswith("no_") and said_here(name) is None:
+            given[name.removeprefix("no_")] = False
         else:
-            settings[name] = plain(spelled_out[0]) if spelled_out else True
+            given[name] = plain(spelled_out[0]) if spelled_out else True
+    settings: dict[str, Any] = {}
+    text = ""
+    for path in files:
+        hints += f" {path}"
+        if path.suffix not in (".py", ".ipynb"):
+            settings |= read_file(path)
+            continue
+        text = source_of(path)
+        found = read_python(text, given)
+        if not found:
+            raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
+        settings |= found
+    if script.suffix == ".py" and script.is_file():
+        source = source_of(script)
+        if not OF_FLAGS.search(source) and (found := read_python(source, given)):  # a script of one's own
+            text = source
+            settings |= found
+    settings |= given  # the words count, wherever they stand
     if computed:
         settings["computed_values"] = settings.get("computed_values", {}) | computed
     for name, value in settings.items():
@@ -170,7 +191,7 @@ def text_of(path: Path) -> str:
 
 
 def source_of(path: Path) -> str:
-    """The text of a Python file, or of a notebook's cells without their commands."""
+    """The text of a Python file, or of a notebook's cells, with `pass` for the shell's and IPython's commands."""
     text = text_of(path)
     if path.suffix == ".py":
         return text
@@ -178,18 +199,25 @@ def source_of(path: Path) -> str:
         cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: {error}") from None
-    lines = [line for cell in cells for line in "".join(cell).splitlines()]
-    return "\n".join(line for line in lines if not line.lstrip().startswith(("%", "!")))
+    lines = []
+    for cell in cells:
+        cell_text = "".join(cell)
+        if cell_text.lstrip().startswith("%%"):  # of another language
+            continue
+        lines.append(re.sub(r"^(\s*)[%!](.*\\\n)*.*$", r"\1pass", cell_text, flags=re.MULTILINE))
+    return "\n".join(lines)
 
 
-def read_python(text: str) -> dict[str, Any]:
-    """The keywords of the calls that configure a training, where their values are written down. Of several values
-    the first one counts: scripts often end with a test of the model."""
+def read_python(text: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of the calls that configure a training, where their values are written down; {} without such a
+    call. Of several values the first one counts: scripts often end with a test of the model. given: the words
+    of the command, for the script's own parser."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"the script cannot be read: line {error.lineno}: {error.msg}") from None
-    constants = constants_of(tree)
+    tree = TakenBranches(constants_of(tree, given)).visit(tree)
+    constants = constants_of(tree, given)
     settings: dict[str, Any] = {}
     computed: dict[str, str] = {}
     later: list[str] = []
@@ -204,9 +232,17 @@ def read_python(text: str) -> dict[str, Any]:
             later.append(f"{name}={value}")
 
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    assigned: dict[str, ast.expr] = {}
+    evaluated: set[str] = set()  # variables with the data of evaluations
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            assigned[ast.unparse(node.targets[0])] = node.value
+        if isinstance(node, ast.keyword) and node.arg == "eval_dataset":
+            evaluated.add(ast.unparse(node.value))
+    for_evaluation = [value for name, value in assigned.items() if name in evaluated]
     for call in sorted(calls, key=lambda call: call.lineno):
         called = ast.unparse(call.func)
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+        keywords = keywords_of(call, assigned, constants)
         if called.endswith(("get_peft_model", "LoraConfig")):
             settings["use_peft"] = True
         if called.endswith("train_on_responses_only"):
@@ -219,22 +255,24 @@ def read_python(text: str) -> dict[str, Any]:
             for name, node in keywords.items():
                 if name not in OBJECTS:
                     keep(name, node)
-            if "reward_funcs" in keywords:
-                rewards = literal(keywords["reward_funcs"], constants)
-                name = "reward_functions" if rewards is ... else "reward_funcs"
-                settings[name] = ast.unparse(keywords["reward_funcs"]) if rewards is ... else rewards
+            rewards = keywords.get("reward_funcs", ast.List([]))
+            for reward in rewards.elts if isinstance(rewards, ast.List) else [rewards]:
+                value = literal(reward, constants)
+                name = ast.unparse(reward) if value is ... else value  # of a function
+                settings.setdefault("reward_funcs", []).append(name)
         elif called.endswith("load_dataset"):
             names = ("path", "name")
             keywords.pop("token", None)  # not to be shown
-            given = dict(zip(names, call.args, strict=False)) | keywords
+            found = dict(zip(names, call.args, strict=False)) | keywords
             source = {}
-            for name, node in given.items():
+            for name, node in found.items():
                 value = literal(node, constants)
                 if value is not ...:
                     source[name] = value
                 else:
                     computed.setdefault(f"load_dataset: {name}", ast.unparse(node))
-            if settings.setdefault("datasets", [source]) != [source]:
+            kind = "eval_dataset" if call in for_evaluation else "datasets"
+            if settings.setdefault(kind, [source]) != [source]:
                 later.append(ast.unparse(call))
         elif re.search(r"Tokenizer\w*\.from_pretrained$", called):
             name = literal(call.args[0], constants) if call.args else ...
@@ -242,15 +280,20 @@ def read_python(text: str) -> dict[str, Any]:
                 settings.setdefault("tokenizer_name", name)
         elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
             if call.args and isinstance(literal(call.args[0], constants), str):
-                keep("output_dir" if called.endswith(("Config", "Arguments")) else "model_name", call.args[0])
+                keep("output_dir" if called.endswith(CONFIGS) else "model_name", call.args[0])
             for name, node in keywords.items():
                 keep(name, node)
+    for target, node in assigned.items():  # args.packing = True, after args = SFTConfig(...)
+        variable, _, name = target.rpartition(".")
+        config = assigned.get(variable)
+        if isinstance(config, ast.Call) and ast.unparse(config.func).endswith(CONFIGS):
+            settings.pop(name, None)
+            computed.pop(name, None)
+            keep(name, node)
     if "tokenizer_name" in settings and settings["tokenizer_name"] == settings.get("model_name"):
         del settings["tokenizer_name"]
     if any(ast.unparse(call.func).endswith("LoraConfig") for call in calls):
         settings = {name: value for name, value in PEFT.items() if name not in computed} | settings
-    if not settings:
-        raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
     if computed:
         settings["computed_values"] = computed
     if later:
@@ -258,33 +301,92 @@ def read_python(text: str) -> dict[str, Any]:
     return settings
 
 
-def constants_of(tree: ast.Module) -> dict[str, Any]:
-    """The variables that are assigned a value which is written down."""
+class TakenBranches(ast.NodeTransformer):
+    """Leaves out the branches that a constant turns off: LoraConfig(...) if USE_LORA else None."""
+
+    def __init__(self, constants: dict[str, Any]):
+        self.constants = constants
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        test = literal(node.test, self.constants)
+        if test is ...:
+            return node
+        return node.body if test else node.orelse
+
+    visit_IfExp = visit_If
+
+
+def keywords_of(
+    call: ast.Call, assigned: dict[str, ast.expr], constants: dict[str, Any]
+) -> dict[str, ast.expr]:
+    """The keywords of a call, those of **dictionaries that are spelled out among them; others under their own
+    name, with the stars."""
+    keywords = {}
+    for keyword in call.keywords:
+        if keyword.arg:
+            keywords[keyword.arg] = keyword.value
+        else:
+            unknown = {f"**{ast.unparse(keyword.value)}": keyword.value}
+            keywords |= entries_of(keyword.value, assigned, constants) or unknown
+    return keywords
+
+
+def entries_of(
+    node: ast.expr | None, assigned: dict[str, ast.expr], constants: dict[str, Any]
+) -> dict[str, ast.expr]:
+    """The entries of a dictionary: {...}, dict(...), a variable with one, or one within another; {} if it has to be
+    computed."""
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        return {
+            str(literal(key, constants)): value for key, value in zip(node.keys, node.values, strict=True)
+        }
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
+        return keywords_of(node, assigned, constants)
+    if isinstance(node, ast.Subscript):
+        inside = entries_of(node.value, assigned, constants)
+        return entries_of(inside.get(str(literal(node.slice, constants))), assigned, constants)
+    if isinstance(node, ast.Name) and node.id in assigned:
+        others = dict(assigned)
+        return entries_of(others.pop(node.id), others, constants)
+    return {}
+
+
+def constants_of(tree: ast.Module, given: dict[str, Any]) -> dict[str, Any]:
+    """The variables that are assigned one value, which is written down, and the script's arguments: given, or their
+    defaults."""
     constants: dict[str, Any] = {}
+
+    def assign(name: str, value: Any) -> None:
+        constants[name] = value if constants.get(name, value) == value else ...
+
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             constants |= argument_of(node, constants)
         if isinstance(node, ast.ClassDef):
             constants |= fields_of(node, constants)
+        if isinstance(node, ast.AugAssign):
+            assign(ast.unparse(node.target), ...)
         if not isinstance(node, ast.Assign):
             continue
         target = node.targets[0]
         if isinstance(target, ast.Name | ast.Attribute):
-            constants.setdefault(ast.unparse(target), literal(node.value, constants))
+            assign(ast.unparse(target), literal(node.value, constants))
         elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             for name, value in zip(target.elts, node.value.elts, strict=False):
-                if isinstance(name, ast.Name):
-                    constants.setdefault(name.id, literal(value, constants))
+                assign(ast.unparse(name), literal(value, constants))
+    for name, value in given.items():
+        constants[f".{name}"] = value
     return constants
 
 
 def argument_of(call: ast.Call, constants: dict[str, Any]) -> dict[str, Any]:
-    """{"args.beta": 0.1} of parser.add_argument("--beta", default=0.1)."""
+    """{".beta": 0.1} of parser.add_argument("--beta", default=0.1)."""
     defaults = [literal(keyword.value, constants) for keyword in call.keywords if keyword.arg == "default"]
     if not ast.unparse(call.func).endswith(".add_argument") or not defaults or not call.args:
         return {}
     name = str(literal(call.args[-1], constants)).lstrip("-").replace("-", "_")
-    return {f"args.{name}": defaults[0]}
+    return {f".{name}": defaults[0]}
 
 
 def fields_of(node: ast.ClassDef, constants: dict[str, Any]) -> dict[str, Any]:

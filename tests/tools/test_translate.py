@@ -72,7 +72,6 @@ FACTORY_HERE = {
     "optim": "adamw_8bit",
     "eval_steps": 100,
     "overwrite_output_dir": False,
-    "columns": ["instruction=question"],
 }
 FACTORY_SAID = """\
 dtype: bfloat16                           # the frozen model's, as LLaMA-Factory loads it; adapters are float32
@@ -209,7 +208,8 @@ def test_a_config_of_theirs_is_one_of_ours(trainer, translated, tmp_path):
         kept = name in yaml.safe_load(ours)
         assert value is None or kept or re.search(rf"#.*\b{name}\b", ours), f"{name} is lost in silence"
     if trainer == "LLaMA-Factory":
-        assert args.dataset_name == [str(tmp_path / "m.json"), "theirs"]
+        mine = {"path": str(tmp_path / "m.json"), "columns": ["instruction=question"]}
+        assert [json.loads(args.dataset_name[0]), args.dataset_name[1]] == [mine, "theirs"]
     if trainer == "TRL":
         assert "eos_token" in (tmp_path / "ours.jinja").read_text()
         assert args.chat_template.endswith("ours.jinja")
@@ -231,6 +231,138 @@ def test_a_command_line_is_read_as_a_config(translated):
     assert "python train_grpo.py" in said  # without bf16, no launcher
 
 
+SCRIPT = """from trl import SFTConfig
+from unsloth_like import nothing
+USE_LORA = False
+common = dict(learning_rate=1e-4, num_train_epochs=2)
+CFG = {"training": {"warmup_steps": 7}, "more": load()}
+seeds = 3
+seeds = seeds + 1
+held_out = load_dataset("data/sft", split="validation")
+data = load_dataset("data/sft", split="train")
+args = SFTConfig("out", packing_strategy="bfd", dataset_text_field="text", seed=seeds, max_length=None, **common, **CFG["training"])
+args.packing = True
+args.learning_rate = rate()
+parser.add_argument("--decay", default=0.5)
+a = parser.parse_args()
+peft_config = LoraConfig(r=16) if USE_LORA else None
+if USE_LORA:
+    model = get_peft_model(model, peft_config)
+trainer = SFTTrainer("data/base_model", args=args, train_dataset=data, eval_dataset=held_out, weight_decay=a.decay)
+"""
+REWARDED = """from trl.rewards import accuracy_reward
+args = GRPOConfig(**settings(), beta=0.1)
+trainer = GRPOTrainer("data/base_model", reward_funcs=[accuracy_reward, mine], train_dataset=load_dataset("data/grpo"))
+"""
+AXOLOTL_DATA = """base_model: data/base_model
+datasets:
+  - {path: a.json, type: alpaca}
+  - {path: b.jsonl, type: alpaca, field_instruction: input, field_output: answer, fraction: 0.5}
+  - {path: c.jsonl, type: chatml.intel, roles: {assistant: [agent]}, message_property_mappings: {role: from, content: value}}
+"""
+SOURCE_B = {"path": "b.jsonl", "columns": ["instruction=input", "output=answer"]}
+NOT_LOST = [  # files, words, settings of ours, lines of our config
+    (
+        {"a.py": SCRIPT},
+        "a.py",
+        {"num_train_epochs": 2, "warmup_steps": 7, "packing": True, "use_peft": False, "weight_decay": 0.5}
+        | {
+            "dataset_train_split": "train",
+            "eval_dataset_name": [{"path": "data/sft", "split": "validation"}],
+        },
+        ["seed=seeds", "learning_rate=rate()", "max_length: null", "completion_only_loss"]
+        + ["packing_strategy: bfd\n", "dataset_text_field: text\n"],
+    ),
+    # the script that a command starts, with words for its own parser
+    ({"a.py": SCRIPT}, "accelerate launch a.py --decay 0.25", {"packing": True, "weight_decay": 0.25}, []),
+    (
+        {"a.py": REWARDED},
+        "a.py",
+        {"reward_funcs": ["accuracy_reward"], "beta": 0.1, "lr_scheduler_type": "constant"},
+        ["**settings()=settings()", "reward_funcs: mine"],
+    ),
+    (
+        {"a.yaml": "learning_rate: 2.0e-5\noutput_dir: out/base\ndataset_name: data/sft\nbf16: true"},
+        "trl sft --learning-rate 1e-4 --output_dir out/hi --config a.yaml --no_gradient_checkpointing",
+        {"learning_rate": 1e-4, "output_dir": "out/hi", "gradient_checkpointing": False},
+        [],
+    ),
+    (
+        {"a.yaml": "load_best_model_at_end: true\nmetric_for_best_model: eval_rewards/accuracies\nrl: dpo"},
+        "a.yaml",
+        {"save_best": "eval_rewards/accuracies"},
+        [],
+    ),
+    (
+        {"a.yaml": "loss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.5]\nrl: dpo"},
+        "a.yaml",
+        {"loss_type": ["sigmoid", "bco_pair"], "loss_weights": [0.8, 0.2], "sft_weight": 1.5},
+        [],
+    ),
+    (
+        {"a.yaml": AXOLOTL_DATA},
+        "a.yaml",
+        {"dataset_name": ["a.json", SOURCE_B, "c.jsonl"], "columns": None},
+        [
+            "b.jsonl: fraction: 0.5",
+            "c.jsonl: type: chatml.intel",
+            "c.jsonl: roles: {'assistant': ['agent']}",
+            "b.jsonl: field_instruction: input (in dataset_name)",
+            "c.jsonl: message_property_mappings: {'role': 'from', 'content': 'value'} (rows are",
+        ],
+    ),
+    (
+        {
+            "d/dataset_info.json": '{"c4": {"file_name": "c4.json", "columns": {"prompt": "text"}}}',
+            "a.yaml": "stage: pt\nmodel_name_or_path: data/base_model\ndataset: c4\ndataset_dir: FOLDER/d",
+        },
+        "a.yaml",
+        {"columns": None},
+        [],
+    ),
+    (
+        {
+            "a.yaml": "base_model: data/base_model\npretraining_dataset: [{path: data/pretrain, text_column: content}]"
+        },
+        "a.yaml",
+        {"columns": ["text=content"]},
+        [],
+    ),
+]
+
+
+@pytest.mark.parametrize("files, words, settings, lines", NOT_LOST)
+def test_nothing_is_lost_or_made_up_in_silence(files, words, settings, lines, translated, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text.replace("FOLDER", str(tmp_path)))
+    words = [str(tmp_path / word) if word in files else word for word in words.split()]
+    args, ours, _ = translated(*words)
+    found = {}
+    for name in settings:
+        value = getattr(args, name)
+        if name.endswith("dataset_name"):
+            value = [json.loads(item) if item.startswith("{") else item for item in value]
+        found[name] = value
+    assert found == settings
+    missing = [line for line in lines if not re.search(f"^#     {re.escape(line)}", ours, re.MULTILINE)]
+    assert not missing, ours
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "%%bash\npip install unsloth",
+        "!pip install -q \\\n    unsloth trl\nx = 1",
+        "if not here:\n    !pip install unsloth\nelse:\n    %pip install trl",
+    ],
+)
+def test_the_commands_of_a_notebook_are_left_out(cell, translated, tmp_path):
+    cells = [{"cell_type": "code", "source": text} for text in (cell, "args = SFTConfig(max_length=77)")]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells}))
+    assert translated(tmp_path / "a.ipynb", "--dataset_name", "data/sft")[0].max_length == 77
+
+
 def test_what_a_launcher_of_ones_own_would_do_is_told(translated):
     """The line to start has that launcher; what it would need for these settings is not done by itself."""
     words = "accelerate launch --num_processes 4 sft.py --bf16 --fsdp full_shard --dataset_name data/sft"
@@ -250,7 +382,7 @@ trainer = GRPOTrainer(model="data/base_model", reward_funcs=reward_len, train_da
     (tmp_path / "a.py").write_text(lines)
     args, ours, said = translated(tmp_path / "a.py")
     assert args.model_name_or_path == "data/base_model" and "train_grpo.py" in said
-    assert re.search("reward_functions: reward_len.*--reward_funcs file.py:function", ours + said)
+    assert re.search("reward_funcs: reward_len .*--reward_funcs file.py:function", ours + said)
 
 
 def test_the_first_values_of_a_script_count(translated, tmp_path):
