@@ -58,6 +58,11 @@ def test_held_out_rows_are_those_recorded(tmp_path):
         ("a=b", {"a": None, "b": 2}, {"a": 2}),
         ("unused=a a=b", {"a": 1, "b": 2}, {"a": 2}),
         (
+            "unused=b",
+            {"m": [{"role": "user", "b": 1}], "n": [{"b": 1}]},
+            {"m": [{"role": "user"}], "n": [{"b": 1}]},
+        ),
+        (
             "a=b",
             {"a": 1, "b": 2},
             "there is a column a already; with unused=a, too, it is left out",

@@ -45,10 +45,10 @@ CONFIGS = {
     ),
 }
 SPLITS = [
-    [[0, 1, 2, 3, 4, 5]],
-    [[0, 1], [2, 3], [4, 5]],
-    [[5], [3], [0], [1], [2], [4]],
-    [[0, 1, 2, 3, 4, 5], []],
+    [[0, 1, 2, 3, 4]],
+    [[0], [1, 2], [3, 4]],
+    [[4], [2], [0], [1], [3]],
+    [[0, 1, 2, 3, 4], []],  # and a filler
 ]
 
 
@@ -73,14 +73,15 @@ def accelerator():
 
 
 def examples():
-    """Six of unequal lengths; the first three begin with the same 9 tokens."""
+    """Six sequences of unequal lengths, of which the first two are a pair; the first three begin with the same 9
+    tokens."""
     rng = np.random.default_rng(3)
     start = rng.integers(2, 61, 9)
     found = []
     for i, n in enumerate([4, 11, 1, 3, 12, 7]):
         ids = np.concatenate([start if i < 3 else start[:0], rng.integers(2, 61, n)])
-        found.append([{"input_ids": ids, "loss_mask": np.array([0] * (len(ids) - n) + [1] * n, np.float32)}])
-    return found
+        found.append({"input_ids": ids, "loss_mask": np.array([0] * (len(ids) - n) + [1] * n, np.float32)})
+    return [found[:2], *([sequence] for sequence in found[2:])]
 
 
 def through(model, accelerator, split, parts=1):
@@ -106,10 +107,11 @@ def naive(lm):
     logits, chosen = [], []
     for _, module in ((n, m) for n, m in lm.named_modules() if n.endswith(".experts")):
         module.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
-    for example in examples():
-        ids = torch.from_numpy(example[0]["input_ids"])[None]
+    sequences = sum(examples(), [])
+    for sequence in sequences:
+        ids = torch.from_numpy(sequence["input_ids"])[None]
         logits += lm.base_model(input_ids=ids, use_cache=False, output_router_logits=True).router_logits
-    E, L = logits[0].shape[-1], len(logits) // len(examples())
+    E, L = logits[0].shape[-1], len(logits) // len(sequences)
     T = sum(len(x) for x in logits[::L])
     times, aux = [[0] * E for _ in range(L)], 0.0
     for layer in range(L):
