@@ -234,6 +234,8 @@ class Translation:
         for setting, expression in value.items():
             here = said_here(setting)
             why = "computed in the script: write the value into the config"
+            if setting.startswith("**"):
+                why = f"computed in the script, so no defaults of {self.theirs.trainer} are written"
             if setting not in self.flags and here and not here.startswith("--"):
                 why = here
             self.lose(f"{setting}={quoted(expression, 60, str)}", why)
@@ -457,13 +459,12 @@ class Translation:
         elif isinstance(value, dict):  # its older form: {dataset: share}
             value = [{"id": path, "weight": weight} for path, weight in value.items()]
         elif isinstance(value, str):
-            value = [self.known_to_llamafactory(part.strip(), flag) for part in value.split(",")]
+            value = [part.strip() for part in value.split(",")]
         sources = []
         for item in value:
+            if isinstance(item, str) and self.theirs.trainer == "LLaMA-Factory":
+                item = self.known_to_llamafactory(item, flag)
             sources += [item] if isinstance(item, str) else self.sources_of(dict(item))
-        if len(sources) == 1 and isinstance(sources[0], dict) and "columns" in sources[0]:
-            renames = sources[0].pop("columns")
-            self.set("columns", list(renames), "; ".join(renames.values()))
         for source in sources:
             if isinstance(source, dict) and "columns" in source:
                 self.nothing += [f"{shown} (in {flag})" for shown in source["columns"].values()]
@@ -496,9 +497,9 @@ class Translation:
             return name
         entry = dict(info[name])
         file = entry.pop("file_name", None)
-        entry["path"] = entry.pop("hf_hub_url", None) or str(folder / str(file))
+        entry["path"] = entry.pop("hf_hub_url", None) or (file and str(folder / file))
         entry["name"], entry["max_samples"] = entry.pop("subset", None), entry.pop("num_samples", None)
-        return entry | entry.pop("columns", {})
+        return entry | (entry.pop("columns", None) or {})
 
     def sources_of(self, item: dict[str, Any]) -> list[Any]:
         """An entry of a list of datasets as sources of ours."""

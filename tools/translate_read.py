@@ -30,7 +30,12 @@ OBJECTS = ("model", "args", "train_dataset", "eval_dataset", "tokenizer", "proce
 OBJECTS += ("ref_model", "data_collator", "compute_metrics", "formatting_func", "peft_config", "optimizers")
 OBJECTS += ("reward_funcs",)
 # A script whose flags are the settings.
-OF_FLAGS = re.compile("HfArgumentParser|TrlParser")
+OF_FLAGS = re.compile("(Hf|H4)ArgumentParser|TrlParser")
+# Cells of a notebook in another language, and lines that are commands.
+OTHER_LANGUAGE = re.compile(
+    r"\s*%%(bash|sh|script|cmd|html|javascript|js|latex|markdown|svg|sql|perl|ruby|(write)?file)\b"
+)
+COMMAND = re.compile(r"^([ \t]*)[%!]+[a-zA-Z{](.*\\\n)*.*$", re.MULTILINE)
 
 
 class Theirs(NamedTuple):
@@ -89,7 +94,7 @@ def read(words: list[str]) -> Theirs:
         if not found:
             raise UserError(f"no call in it configures a training ({', '.join(CALLS)}, from_pretrained)")
         settings |= found
-    if script.suffix == ".py" and script.is_file():
+    if script.suffix == ".py" and script.is_file() and not files:
         source = source_of(script)
         if not OF_FLAGS.search(source) and (found := read_python(source, given)):  # a script of one's own
             text = source
@@ -202,9 +207,8 @@ def source_of(path: Path) -> str:
     lines = []
     for cell in cells:
         cell_text = "".join(cell)
-        if cell_text.lstrip().startswith("%%"):  # of another language
-            continue
-        lines.append(re.sub(r"^(\s*)[%!](.*\\\n)*.*$", r"\1pass", cell_text, flags=re.MULTILINE))
+        if not OTHER_LANGUAGE.match(cell_text):
+            lines.append(COMMAND.sub(r"\1pass", cell_text))
     return "\n".join(lines)
 
 
@@ -226,21 +230,22 @@ def read_python(text: str, given: dict[str, Any]) -> dict[str, Any]:
         value = "(secret)" if SECRET.fullmatch(name) else literal(node, constants)
         if value is ... and name in ("bf16", "fp16"):  # whether the GPU can do it
             value = ast.unparse(node)
-        if value is ...:
+        if value is ... or "**" in name:
             computed.setdefault(name, ast.unparse(node))
         elif settings.setdefault(name, value) != value:
             later.append(f"{name}={value}")
 
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    assigned: dict[str, ast.expr] = {}
-    evaluated: set[str] = set()  # variables with the data of evaluations
+    calls.sort(key=lambda call: call.lineno)
+    assigned = assigned_once(tree)
+    data: dict[str, set[str]] = {"train_dataset": set(), "eval_dataset": set()}  # variables with it
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            assigned[ast.unparse(node.targets[0])] = node.value
-        if isinstance(node, ast.keyword) and node.arg == "eval_dataset":
-            evaluated.add(ast.unparse(node.value))
-    for_evaluation = [value for name, value in assigned.items() if name in evaluated]
-    for call in sorted(calls, key=lambda call: call.lineno):
+        if isinstance(node, ast.keyword) and node.arg in data:
+            data[node.arg].add(ast.unparse(node.value))
+    evaluated = data["eval_dataset"] - data["train_dataset"]
+    for_evaluation = [assigned[name] for name in evaluated if name in assigned]
+    configs = [call for call in calls if is_config(call)]
+    for call in calls:
         called = ast.unparse(call.func)
         keywords = keywords_of(call, assigned, constants)
         if called.endswith(("get_peft_model", "LoraConfig")):
@@ -255,11 +260,16 @@ def read_python(text: str, given: dict[str, Any]) -> dict[str, Any]:
             for name, node in keywords.items():
                 if name not in OBJECTS:
                     keep(name, node)
-            rewards = keywords.get("reward_funcs", ast.List([]))
+            rewards = keywords.get("reward_funcs", ast.Constant(None))
+            if literal(rewards, constants) is not ...:
+                keep("reward_funcs", rewards)
+                continue
             for reward in rewards.elts if isinstance(rewards, ast.List) else [rewards]:
-                value = literal(reward, constants)
-                name = ast.unparse(reward) if value is ... else value  # of a function
-                settings.setdefault("reward_funcs", []).append(name)
+                name = ast.unparse(reward) if isinstance(reward, ast.Name) else literal(reward, constants)
+                if isinstance(name, str):  # also that of a function
+                    settings.setdefault("reward_funcs", []).append(name)
+                else:
+                    computed["reward_funcs"] = ast.unparse(rewards)
         elif called.endswith("load_dataset"):
             names = ("path", "name")
             keywords.pop("token", None)  # not to be shown
@@ -282,14 +292,21 @@ def read_python(text: str, given: dict[str, Any]) -> dict[str, Any]:
             if call.args and isinstance(literal(call.args[0], constants), str):
                 keep("output_dir" if called.endswith(CONFIGS) else "model_name", call.args[0])
             for name, node in keywords.items():
-                keep(name, node)
-    for target, node in assigned.items():  # args.packing = True, after args = SFTConfig(...)
+                keep(name if is_config(call) else name.replace("**", f"{called}: **"), node)
+    for target, nodes in assignments_of(tree).items():  # args.packing = True, after args = SFTConfig(...)
         variable, _, name = target.rpartition(".")
         config = assigned.get(variable)
-        if isinstance(config, ast.Call) and ast.unparse(config.func).endswith(CONFIGS):
+        if not isinstance(config, ast.Call) or not ast.unparse(config.func).endswith(CONFIGS):
+            continue
+        if config in configs[1:]:  # of another training
+            later.append(f"{target} = {ast.unparse(nodes[0])}")
+        else:
             settings.pop(name, None)
             computed.pop(name, None)
-            keep(name, node)
+            if target in assigned:
+                keep(name, nodes[0])
+            else:
+                computed[name] = " or ".join(map(ast.unparse, nodes))
     if "tokenizer_name" in settings and settings["tokenizer_name"] == settings.get("model_name"):
         del settings["tokenizer_name"]
     if any(ast.unparse(call.func).endswith("LoraConfig") for call in calls):
@@ -317,19 +334,59 @@ class TakenBranches(ast.NodeTransformer):
     visit_IfExp = visit_If
 
 
+def is_config(call: ast.Call) -> bool:
+    """Whether a call makes the settings of a trainer."""
+    called = ast.unparse(call.func)
+    return called.endswith(CONFIGS) and not called.endswith(("LoraConfig", "BitsAndBytesConfig"))
+
+
+def assignments_of(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """{a variable, or an attribute or entry of one: what it is assigned}."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            found.setdefault(ast.unparse(node.targets[0]), []).append(node.value)
+    return found
+
+
+def assigned_once(tree: ast.Module) -> dict[str, ast.expr]:
+    """The variables and attributes that are assigned one value in all cases, with it."""
+    changed = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.For | ast.While):
+            parts = ast.Module([*node.body, *node.orelse], [])
+            changed |= {target for target in assignments_of(parts) if "." in target}
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".update", ".pop", ".setdefault")):
+            changed.add(ast.unparse(node.func).rpartition(".")[0])
+    once = {}
+    for target, values in assignments_of(tree).items():
+        if "[" in target:
+            changed.add(target.partition("[")[0])
+        if len(values) == 1:
+            once[target] = values[0]
+    return {target: value for target, value in once.items() if target not in changed}
+
+
 def keywords_of(
     call: ast.Call, assigned: dict[str, ast.expr], constants: dict[str, Any]
 ) -> dict[str, ast.expr]:
     """The keywords of a call, those of **dictionaries that are spelled out among them; others under their own
     name, with the stars."""
-    keywords = {}
-    for keyword in call.keywords:
-        if keyword.arg:
-            keywords[keyword.arg] = keyword.value
+    return expanded([(keyword.arg, keyword.value) for keyword in call.keywords], assigned, constants)
+
+
+def expanded(
+    items: list[tuple[str | None, ast.expr]], assigned: dict[str, ast.expr], constants: dict[str, Any]
+) -> dict[str, ast.expr]:
+    """Names with values; None: a dictionary whose entries they are."""
+    found = {}
+    for name, value in items:
+        if name is None:
+            unknown = {f"**{ast.unparse(value)}": value}
+            found |= entries_of(value, assigned, constants) or unknown
         else:
-            unknown = {f"**{ast.unparse(keyword.value)}": keyword.value}
-            keywords |= entries_of(keyword.value, assigned, constants) or unknown
-    return keywords
+            found[name] = value
+    return found
 
 
 def entries_of(
@@ -337,10 +394,9 @@ def entries_of(
 ) -> dict[str, ast.expr]:
     """The entries of a dictionary: {...}, dict(...), a variable with one, or one within another; {} if it has to be
     computed."""
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        return {
-            str(literal(key, constants)): value for key, value in zip(node.keys, node.values, strict=True)
-        }
+    if isinstance(node, ast.Dict):
+        names = [key and str(literal(key, constants)) for key in node.keys]
+        return expanded(list(zip(names, node.values, strict=True)), assigned, constants)
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
         return keywords_of(node, assigned, constants)
     if isinstance(node, ast.Subscript):
@@ -364,9 +420,12 @@ def constants_of(tree: ast.Module, given: dict[str, Any]) -> dict[str, Any]:
         if isinstance(node, ast.Call):
             constants |= argument_of(node, constants)
         if isinstance(node, ast.ClassDef):
-            constants |= fields_of(node, constants)
-        if isinstance(node, ast.AugAssign):
+            for name, value in fields_of(node, constants).items():
+                assign(name, value)
+        if isinstance(node, ast.AugAssign | ast.For):
             assign(ast.unparse(node.target), ...)
+        if isinstance(node, ast.arg):  # a parameter of a function
+            assign(node.arg, ...)
         if not isinstance(node, ast.Assign):
             continue
         target = node.targets[0]
@@ -377,6 +436,9 @@ def constants_of(tree: ast.Module, given: dict[str, Any]) -> dict[str, Any]:
                 assign(ast.unparse(name), literal(value, constants))
     for name, value in given.items():
         constants[f".{name}"] = value
+        for known in constants:
+            if known.endswith(f".{name}"):
+                constants[known] = value
     return constants
 
 

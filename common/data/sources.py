@@ -247,22 +247,22 @@ def read_rows(source: Source, cursor: Cursor | None = None) -> Iterator[tuple[Ro
 
 def _rename(row: Row, renames: list[tuple[str, str]]) -> None:
     """Rename columns, all at the same time. Rows of several sources may have either name: nothing is replaced by
-    null. Raises UserError if both are there."""
-    values = {}
+    null or an empty text. Raises UserError if both are there."""
+    values = []
     for new, old in renames:
         if old in row:
-            values[new] = dict.get(row, old)  # which does not count as read
+            values.append((new, dict.get(row, old)))  # which does not count as read
         elif new == "unused":
             _leave_out(old, row)
         else:
             row.lacks.append(old)
     for _, old in renames:
         row.pop(old, None)
-    values.pop("unused", None)
-    for new, value in values.items():
-        if value is None and new in row:
+    for new, value in values:
+        is_empty = value is None or value == ""
+        if new == "unused" or is_empty and new in row:
             continue
-        if dict.get(row, new) is not None:
+        if dict.get(row, new) not in (None, ""):
             raise UserError(
                 f"{row.where}: --columns: there is a column {new} already; with unused={new}, too, it is left out"
             )

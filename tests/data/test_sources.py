@@ -56,6 +56,10 @@ def test_held_out_rows_are_those_recorded(tmp_path):
         ("a=b", {"a": 1}, {"a": 1}),
         ("a=b", {"a": 1, "b": None}, {"a": 1}),
         ("a=b", {"a": None, "b": 2}, {"a": 2}),
+        ("a=b", {"a": "", "b": 2}, {"a": 2}),  # of a table
+        ("a=b", {"a": 1, "b": ""}, {"a": 1}),
+        ("a=b a=c", {"b": 1, "c": None}, {"a": 1}),
+        ("a=b a=c", {"b": 1, "c": 2}, "there is a column a already"),
         ("unused=a a=b", {"a": 1, "b": 2}, {"a": 2}),
         (
             "unused=b",

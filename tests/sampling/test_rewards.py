@@ -449,6 +449,8 @@ def test_abstentions_count_in_no_mean():
     scored = [of(reward) for reward in (1, 1, None, None)]
     found = rollout_metrics(scored, [SimpleNamespace(name="f")], 2)
     assert (found["reward"], found["rewards/f/mean"], found["frac_reward_zero_std"]) == (1, 1, 1)
+    scored = [of(reward) for reward in (1, 0, None, None, None, 1)]  # one group with two rewards
+    assert rollout_metrics(scored, [SimpleNamespace(name="f")], 2)["reward_std"] == pytest.approx(0.5**0.5)
 
 
 def test_an_evaluation_draws_by_the_seed_and_the_place(monkeypatch):
