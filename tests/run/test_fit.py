@@ -150,6 +150,19 @@ def test_what_a_failed_attempt_has_measured_counts_nowhere(accelerator, tmp_path
     assert metrics.window_means()["first_length"] == (100 + 10 + 50 + 20) / 4
 
 
+def test_an_attempt_after_one_that_failed_has_the_same_dropout(accelerator):
+    model, drawn = FlatModel(tiny_lm("gpt2")), []
+
+    def gradients(window):
+        drawn.append(torch.rand(4).tolist())
+        if len(drawn) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        window.backward(0 * model.lm.get_input_embeddings().weight.sum())
+
+    Retry(CommonArgs(), accelerator, model, None)(gradients, 0, two_micro_batches(accelerator))
+    assert len(drawn) == 2 and drawn[0] == drawn[1]
+
+
 def test_a_backward_pass_without_the_factor_of_the_window_is_refused(accelerator):
     model = FlatModel(tiny_lm("gpt2"))
     retry = Retry(CommonArgs(), accelerator, model, None)

@@ -64,6 +64,10 @@ def test_the_best_evaluation_and_the_end_of_patience(tmp_path, capsys):
     same = best_by("eval_loss", patience=2)
     assert [same.update(step, {"eval_loss": 1.0}) for step in (1, 2, 3)] == [True, False, False]
     assert same.stops(3)
+    # an improvement is measured from the last one that counted, not from the best since
+    slow = best_by("eval_loss", patience=2, delta=0.1)
+    assert [slow.update(step, {"eval_loss": 2 - 0.06 * step}) for step in range(1, 6)] == [True] * 5
+    assert not slow.stops(5)
     best.withdraw(50)
     assert (best.step, best.value) == (20, 4.0)
     other = best_by("max:eval_loss", output_dir=str(tmp_path))

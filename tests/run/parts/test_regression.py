@@ -222,6 +222,8 @@ def test_training_does_not_notice_the_suite(launch, words, capsys):
     assert all(torch.equal(a[name], b[name]) for name in a)
     found = lines(with_suite)
     assert [line["step"] for line in found] == [0, 4, 6]
+    before = json.loads((with_suite / "summary.json").read_text())["before"]
+    assert before.keys() == {k for row in rows if row["step"] == 0 for k in row} - {"step"}
     for line, row in zip(found, [row for row in rows if "eval_regression/all" in row], strict=True):
         assert row == {"step": line["step"]} | {
             f"eval_regression/{k}": v["rate"] for k, v in line["groups"].items()

@@ -153,6 +153,15 @@ def test_nothing_of_a_run_can_leave_its_element(tmp_path):
     assert [event["kind"] for event in shown["events"]] == ["started", "spike", "finished"]
 
 
+def test_memory_is_the_peak_of_all_processes_of_a_run(tmp_path):
+    """One that resumes counts from its own start."""
+    folder = a_run(tmp_path / "run")
+    used = [10.0, 12.0, 7.0, 8.0]
+    rows = [{"step": step, "loss": 1.0, "peak_memory_gib": peak} for step, peak in enumerate(used, 1)]
+    write_rows(folder / "metrics.jsonl", rows)
+    assert describe_run(folder)["memory"]["peak"] == 12
+
+
 def test_a_killed_run_is_shown_as_killed(tmp_path):
     """While it lives its lock is held; after kill -9 nobody holds it, and nothing has been written of its
     end."""
