@@ -150,8 +150,9 @@ def test_what_a_failed_attempt_has_measured_counts_nowhere(accelerator, tmp_path
     assert metrics.window_means()["first_length"] == (100 + 10 + 50 + 20) / 4
 
 
-def test_an_attempt_after_one_that_failed_has_the_same_dropout(accelerator):
+def test_an_attempt_after_one_that_failed_has_the_same_dropout(accelerator, tmp_path):
     model, drawn = FlatModel(tiny_lm("gpt2")), []
+    metrics = Metrics(accelerator, CommonArgs(output_dir=str(tmp_path)))
 
     def gradients(window):
         drawn.append(torch.rand(4).tolist())
@@ -159,7 +160,7 @@ def test_an_attempt_after_one_that_failed_has_the_same_dropout(accelerator):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         window.backward(0 * model.lm.get_input_embeddings().weight.sum())
 
-    Retry(CommonArgs(), accelerator, model, None)(gradients, 0, two_micro_batches(accelerator))
+    Retry(CommonArgs(), accelerator, model, metrics)(gradients, 0, two_micro_batches(accelerator))
     assert len(drawn) == 2 and drawn[0] == drawn[1]
 
 
