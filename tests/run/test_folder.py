@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 
+from common.args import may_change
 from common.errors import UserError
 from common.files import find_damage, write_manifest
 from common.run import folder as module
@@ -22,6 +23,7 @@ import yaml
 
 from tests.conftest import ROOT, SFT, read_metrics
 from tests.run.script import Script
+import train_grpo
 
 BASE = ROOT / "data" / "base_model"
 HALF, WHOLE = ["--max_steps", "3"], ["--max_steps", "5"]
@@ -98,6 +100,20 @@ def test_changed_arguments_that_may_change_are_said(tmp_path, capsys):
         }
         assert set(capsys.readouterr().out.splitlines()) == said
         (tmp_path / "out" / "args.yaml").write_text(yaml.safe_dump(args | changed))
+
+
+def test_a_scripts_own_flags_belong_to_the_run():
+    """Unless they say otherwise: another value is another run."""
+    found = may_change(train_grpo.Args)
+    own = {
+        name: found[name] for name in ("beta", "num_generations", "generation_batch_size", "learning_rate")
+    }
+    assert own == {
+        "beta": "no",
+        "num_generations": "no",
+        "generation_batch_size": "execution",
+        "learning_rate": "training",
+    }
 
 
 def test_a_complete_run_ends_or_gets_longer(tmp_path, capsys):

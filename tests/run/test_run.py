@@ -7,8 +7,10 @@ import textwrap
 from types import SimpleNamespace
 
 from accelerate import Accelerator
+from common import processes
 from common.args import CommonArgs
 from common.errors import LAST_WORDS, OutsideError, UserError
+from common.processes import on_main_process
 from common.run import Run
 from common.run.folder import lock
 from common.run.metrics import Metrics
@@ -16,6 +18,7 @@ from common.sampling import Reward
 import pytest
 
 from tests.conftest import GRPO, events_of, read_metrics, read_rows
+from tests.data.rows import process
 
 SFT = "--model_name_or_path data/base_model --max_train_samples 60 --max_eval_samples 8".split()
 SFT += "--per_device_train_batch_size 2 --max_length 64 --num_samples 0 --eval_max_new_tokens 2".split()
@@ -142,3 +145,20 @@ def test_a_reward_that_fails_costs_no_step(launch, tmp_path):
     LAST_WORDS.pop()(error.value)
     assert steps_of(tmp_path / "out", "saved") == [2]
     assert launch("grpo", *words) and steps_of(tmp_path / "out", "finished") == [3]
+
+
+@pytest.mark.parametrize("error", [UserError("a"), OSError("b"), SystemExit(0)])
+def test_what_ends_the_main_process_ends_all(error, monkeypatch):
+    """A complete run, too, which is exit code 0 everywhere."""
+    sent = [None, error]  # by the main process
+    monkeypatch.setattr(
+        processes, "broadcast_object_list", lambda values: sent[:] if values[1] is None else values
+    )
+
+    def end():
+        raise error
+
+    for rank in range(2):
+        with pytest.raises(type(error)) as raised:
+            on_main_process(process(rank, 2), end)
+        assert raised.value is error

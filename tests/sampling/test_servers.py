@@ -11,7 +11,7 @@ from common.errors import OutsideError, UserError
 from common.model.lora import add_lora
 from common.model.wrap import wrap
 from common.sampling import sample, vllm
-from common.sampling.vllm import RolloutServers, request_seed
+from common.sampling.vllm import ROUNDED, RolloutServers, request_seed
 import pytest
 import torch
 
@@ -253,6 +253,16 @@ def test_old_weights_show_before_they_are_far(dtype, by, steps, connect, fake, m
         for step in range(steps):
             found.sync(step)
             move(model, by)
+
+
+def test_old_weights_show_if_each_push_moves_little(connect, fake, model):
+    found = connect(fake(play="old weights"))
+    found.tolerance = ROUNDED
+    with pytest.raises(OutsideError, match="still samples from old weights: .* moved by"):
+        for step in range(60):
+            found.sync(step)
+            move(model, 1e-4)
+    assert step > 2
 
 
 def test_servers_get_an_adapter_merged(connect, fake):
