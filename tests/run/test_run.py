@@ -150,15 +150,17 @@ def test_a_reward_that_fails_costs_no_step(launch, tmp_path):
 @pytest.mark.parametrize("error", [UserError("a"), OSError("b"), SystemExit(0)])
 def test_what_ends_the_main_process_ends_all(error, monkeypatch):
     """A complete run, too, which is exit code 0 everywhere."""
-    sent = [None, error]  # by the main process
-    monkeypatch.setattr(
-        processes, "broadcast_object_list", lambda values: sent[:] if values[1] is None else values
-    )
+    told = []
+
+    def broadcast(values):
+        told.append(values)
+        return told[0]  # by the main process
 
     def end():
         raise error
 
+    monkeypatch.setattr(processes, "broadcast_object_list", broadcast)
     for rank in range(2):
         with pytest.raises(type(error)) as raised:
             on_main_process(process(rank, 2), end)
-        assert raised.value is error
+        assert raised.value is error and len(told) == rank + 1
