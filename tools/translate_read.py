@@ -214,108 +214,132 @@ def source_of(path: Path) -> str:
 
 def read_python(text: str, given: dict[str, Any]) -> dict[str, Any]:
     """The keywords of the calls that configure a training, where their values are written down; {} without such a
-    call. Of several values the first one counts: scripts often end with a test of the model. given: the words
-    of the command, for the script's own parser."""
+    call. Of several calls the first one counts: scripts often end with a test of the model. given: the words of
+    the command, for the script's own parser."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise UserError(f"the script cannot be read: line {error.lineno}: {error.msg}") from None
     tree = TakenBranches(constants_of(tree, given)).visit(tree)
-    constants = constants_of(tree, given)
-    settings: dict[str, Any] = {}
-    computed: dict[str, str] = {}
-    later: list[str] = []
+    script = Script(tree, constants_of(tree, given))
+    for call in script.calls:
+        script.add_call(call)
+    for target, values in assignments_of(tree).items():
+        script.add_attribute(target, values)
+    settings = script.settings
+    if "tokenizer_name" in settings and settings["tokenizer_name"] == settings.get("model_name"):
+        del settings["tokenizer_name"]
+    if any(ast.unparse(call.func).endswith("LoraConfig") for call in script.calls):
+        settings = {name: value for name, value in PEFT.items() if name not in script.computed} | settings
+    if script.computed:
+        settings["computed_values"] = script.computed
+    if script.later:
+        settings["later_values"] = script.later
+    return settings
 
-    def keep(name: str, node: ast.expr) -> None:
-        value = "(secret)" if SECRET.fullmatch(name) else literal(node, constants)
+
+class Script:
+    """What the calls of a script say."""
+
+    def __init__(self, tree: ast.Module, constants: dict[str, Any]):
+        self.constants = constants
+        self.settings: dict[str, Any] = {}
+        self.computed: dict[str, str] = {}  # {setting: its expression}
+        self.later: list[str] = []  # values that come after the first one
+        self.calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        self.calls.sort(key=lambda call: call.lineno)
+        self.configs = [call for call in self.calls if is_config(call)]
+        self.assigned = assigned_once(tree)
+        data: dict[str, set[str]] = {"train_dataset": set(), "eval_dataset": set()}  # variables with it
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg in data:
+                data[node.arg].add(ast.unparse(node.value))
+        evaluated = data["eval_dataset"] - data["train_dataset"]
+        self.for_evaluation = [self.assigned.get(name) for name in evaluated]
+
+    def keep(self, name: str, node: ast.expr) -> None:
+        """A value, if it is the first one, and spelled out."""
+        value = "(secret)" if SECRET.fullmatch(name) else literal(node, self.constants)
         if value is ... and name in ("bf16", "fp16"):  # whether the GPU can do it
             value = ast.unparse(node)
         if value is ... or "**" in name:
-            computed.setdefault(name, ast.unparse(node))
-        elif settings.setdefault(name, value) != value:
-            later.append(f"{name}={value}")
+            self.computed.setdefault(name, ast.unparse(node))
+        elif self.settings.setdefault(name, value) != value:
+            self.later.append(f"{name}={value}")
 
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    calls.sort(key=lambda call: call.lineno)
-    assigned = assigned_once(tree)
-    data: dict[str, set[str]] = {"train_dataset": set(), "eval_dataset": set()}  # variables with it
-    for node in ast.walk(tree):
-        if isinstance(node, ast.keyword) and node.arg in data:
-            data[node.arg].add(ast.unparse(node.value))
-    evaluated = data["eval_dataset"] - data["train_dataset"]
-    for_evaluation = [assigned[name] for name in evaluated if name in assigned]
-    configs = [call for call in calls if is_config(call)]
-    for call in calls:
+    def text_in(self, node: ast.expr | None) -> str | None:
+        """The text that an expression spells out, if it is one."""
+        value = literal(node, self.constants) if node else None
+        return value if isinstance(value, str) else None
+
+    def add_call(self, call: ast.Call) -> None:
         called = ast.unparse(call.func)
-        keywords = keywords_of(call, assigned, constants)
+        keywords = keywords_of(call, self.assigned, self.constants)
+        first = call.args[0] if call.args else None
         if called.endswith(("get_peft_model", "LoraConfig")):
-            settings["use_peft"] = True
+            self.settings["use_peft"] = True
         if called.endswith("train_on_responses_only"):
-            settings["train_on_responses_only"] = True
+            self.settings["train_on_responses_only"] = True
         if called.endswith("Trainer"):
-            model = keywords.get("model", call.args[0] if call.args else None)
-            name = literal(model, constants) if model else ...
-            if isinstance(name, str):
-                settings["model_name"] = name
-            for name, node in keywords.items():
-                if name not in OBJECTS:
-                    keep(name, node)
-            rewards = keywords.get("reward_funcs", ast.Constant(None))
-            if literal(rewards, constants) is not ...:
-                keep("reward_funcs", rewards)
-                continue
-            for reward in rewards.elts if isinstance(rewards, ast.List) else [rewards]:
-                name = ast.unparse(reward) if isinstance(reward, ast.Name) else literal(reward, constants)
-                if isinstance(name, str):  # also that of a function
-                    settings.setdefault("reward_funcs", []).append(name)
-                else:
-                    computed["reward_funcs"] = ast.unparse(rewards)
+            self.add_trainer(keywords.pop("model", first), keywords)
         elif called.endswith("load_dataset"):
-            names = ("path", "name")
-            keywords.pop("token", None)  # not to be shown
-            found = dict(zip(names, call.args, strict=False)) | keywords
-            source = {}
-            for name, node in found.items():
-                value = literal(node, constants)
-                if value is not ...:
-                    source[name] = value
-                else:
-                    computed.setdefault(f"load_dataset: {name}", ast.unparse(node))
-            kind = "eval_dataset" if call in for_evaluation else "datasets"
-            if settings.setdefault(kind, [source]) != [source]:
-                later.append(ast.unparse(call))
+            self.add_data(call, keywords)
         elif re.search(r"Tokenizer\w*\.from_pretrained$", called):
-            name = literal(call.args[0], constants) if call.args else ...
-            if isinstance(name, str):
-                settings.setdefault("tokenizer_name", name)
+            if name := self.text_in(first):
+                self.settings.setdefault("tokenizer_name", name)
         elif called.endswith(CALLS) or re.search(r"Model\w*\.from_pretrained$", called):
-            if call.args and isinstance(literal(call.args[0], constants), str):
-                keep("output_dir" if called.endswith(CONFIGS) else "model_name", call.args[0])
+            if self.text_in(first):
+                self.keep("output_dir" if called.endswith(CONFIGS) else "model_name", first)
             for name, node in keywords.items():
-                keep(name if is_config(call) else name.replace("**", f"{called}: **"), node)
-    for target, nodes in assignments_of(tree).items():  # args.packing = True, after args = SFTConfig(...)
-        variable, _, name = target.rpartition(".")
-        config = assigned.get(variable)
-        if not isinstance(config, ast.Call) or not ast.unparse(config.func).endswith(CONFIGS):
-            continue
-        if config in configs[1:]:  # of another training
-            later.append(f"{target} = {ast.unparse(nodes[0])}")
-        else:
-            settings.pop(name, None)
-            computed.pop(name, None)
-            if target in assigned:
-                keep(name, nodes[0])
+                self.keep(name if is_config(call) else name.replace("**", f"{called}: **"), node)
+
+    def add_trainer(self, model: ast.expr | None, keywords: dict[str, ast.expr]) -> None:
+        if name := self.text_in(model):
+            self.settings["model_name"] = name
+        for name, node in keywords.items():
+            if name not in OBJECTS:
+                self.keep(name, node)
+        rewards = keywords.get("reward_funcs", ast.Constant(None))
+        if literal(rewards, self.constants) is not ...:
+            self.keep("reward_funcs", rewards)
+            return
+        for reward in rewards.elts if isinstance(rewards, ast.List) else [rewards]:
+            # the name of one, or of a function
+            name = self.text_in(reward) or (reward.id if isinstance(reward, ast.Name) else None)
+            if name:
+                self.settings.setdefault("reward_funcs", []).append(name)
             else:
-                computed[name] = " or ".join(map(ast.unparse, nodes))
-    if "tokenizer_name" in settings and settings["tokenizer_name"] == settings.get("model_name"):
-        del settings["tokenizer_name"]
-    if any(ast.unparse(call.func).endswith("LoraConfig") for call in calls):
-        settings = {name: value for name, value in PEFT.items() if name not in computed} | settings
-    if computed:
-        settings["computed_values"] = computed
-    if later:
-        settings["later_values"] = later
-    return settings
+                self.computed["reward_funcs"] = ast.unparse(rewards)
+
+    def add_data(self, call: ast.Call, keywords: dict[str, ast.expr]) -> None:
+        keywords.pop("token", None)  # not to be shown
+        found = dict(zip(("path", "name"), call.args, strict=False)) | keywords
+        source = {}
+        for name, node in found.items():
+            value = literal(node, self.constants)
+            if value is not ...:
+                source[name] = value
+            else:
+                self.computed.setdefault(f"load_dataset: {name}", ast.unparse(node))
+        kind = "eval_dataset" if call in self.for_evaluation else "datasets"
+        if self.settings.setdefault(kind, [source]) != [source]:
+            self.later.append(ast.unparse(call))
+
+    def add_attribute(self, target: str, values: list[ast.expr]) -> None:
+        """args.packing = True, after args = SFTConfig(...)."""
+        variable, _, name = target.rpartition(".")
+        config = self.assigned.get(variable)
+        if not isinstance(config, ast.Call) or not ast.unparse(config.func).endswith(CONFIGS):
+            return
+        if config in self.configs[1:]:  # of another training
+            self.later.append(f"{target} = {ast.unparse(values[0])}")
+            return
+        self.settings.pop(name, None)
+        self.computed.pop(name, None)
+        if target in self.assigned:
+            self.keep(name, values[0])
+        else:
+            self.computed[name] = " or ".join(map(ast.unparse, values))
 
 
 class TakenBranches(ast.NodeTransformer):
@@ -327,6 +351,8 @@ class TakenBranches(ast.NodeTransformer):
     def visit_If(self, node: ast.If) -> Any:
         self.generic_visit(node)
         test = literal(node.test, self.constants)
+        if ast.unparse(node.test).startswith("__name__ =="):
+            test = True
         if test is ...:
             return node
         return node.body if test else node.orelse

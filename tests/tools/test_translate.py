@@ -240,7 +240,8 @@ seeds = seeds + 1
 held_out = load_dataset("data/sft", split="validation")
 data = load_dataset("data/sft", split="train")
 args = SFTConfig("out", packing_strategy="bfd", dataset_text_field="text", seed=seeds, max_length=None, **common, **CFG["training"])
-args.packing = True
+if __name__ == "__main__":
+    args.packing = True
 args.learning_rate = rate()
 parser.add_argument("--decay", default=0.5)
 a = parser.parse_args()
