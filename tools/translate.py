@@ -156,7 +156,8 @@ class Translation:
 
     def add(self, name: str, value: Any) -> None:
         """Translate a setting of theirs."""
-        if value is None and name == "max_length" and self.theirs.trainer == "TRL" and name in self.flags:
+        has_limit = name == "max_length" and self.theirs.trainer == "TRL" and name in self.flags
+        if value is None and has_limit:
             self.lose("max_length: null", f"without limit there, here {self.flags[name]}: write a number")
         if value is None or value in ("", [], {}):
             return  # unset
@@ -302,14 +303,14 @@ class Translation:
 
     def take_sft_from_mixture(self) -> None:
         """TRL's `sft` among the losses of DPO, as in MPO, is a weight of its own here."""
-        losses, weights = self.theirs.settings.get("loss_type"), self.theirs.settings.get("loss_weights")
-        if "sft_weight" in self.flags and isinstance(losses, list) and "sft" in losses:
-            place = losses.index("sft")
-            weight = weights[place] if weights else 1.0
-            for values in (losses, weights):
-                if values:
-                    del values[place]
-            self.set("sft_weight", weight, "sft, of loss_type")
+        losses = self.theirs.settings.get("loss_type")
+        weights = self.theirs.settings.get("loss_weights")
+        if "sft_weight" not in self.flags or not isinstance(losses, list) or "sft" not in losses:
+            return
+        place = losses.index("sft")
+        losses.pop(place)
+        weight = weights.pop(place) if weights else 1.0
+        self.set("sft_weight", weight, "sft, of loss_type")
 
     def add_chat_template(self, name: str, value: str) -> None:
         if "{%" in value or "{{" in value:
@@ -497,9 +498,12 @@ class Translation:
             return name
         entry = dict(info[name])
         file = entry.pop("file_name", None)
-        entry["path"] = entry.pop("hf_hub_url", None) or (file and str(folder / file))
+        entry["path"] = entry.pop("hf_hub_url", None)
+        if file and not entry["path"]:
+            entry["path"] = str(folder / file)
         entry["name"], entry["max_samples"] = entry.pop("subset", None), entry.pop("num_samples", None)
-        return entry | (entry.pop("columns", None) or {})
+        columns = entry.pop("columns", None) or {}
+        return entry | columns
 
     def sources_of(self, item: dict[str, Any]) -> list[Any]:
         """An entry of a list of datasets as sources of ours."""
@@ -539,16 +543,19 @@ class Translation:
     def renames_of(self, shown: str, key: str, value: Any) -> dict[str, str]:
         """Of a further entry of a dataset: {new=old: the entry}, if it names a column."""
         new = "text" if key == "prompt" and "pretrain" in self.script else COLUMNS.get(key)
-        of_own_columns = key == "type" and OWN_COLUMNS.match(str(value))
-        if value is None or value is False or key in ("weight", "fraction") and value == 1:
+        is_share = key in ("weight", "fraction")
+        is_foreign = key == "type" and OWN_COLUMNS.match(str(value))
+        if key in NAMES_IN_ROWS:
+            is_foreign = not texts_in(value) <= KNOWN_NAMES
+        if value is None or value is False or (is_share and value == 1):
             return {}
-        if key in NAMES_IN_ROWS and not texts_in(value) <= KNOWN_NAMES or of_own_columns:
+        if is_foreign:
             self.lose(shown, "other names than rows have here: docs/data.md, --columns new=old")
         elif key in (*BY_COLUMNS, *NAMES_IN_ROWS) or value in (new, "messages", "conversations"):
             self.nothing.append(f"{shown} (rows are read by their columns)")
         elif new:
             return {f"{new}={value}": shown}
-        elif key in ("weight", "fraction"):
+        elif is_share:
             self.lose(shown, "a share of its rows; here max_samples of a source, a number")
         else:
             self.lose(shown, "rows are read by their columns (docs/data.md)")
@@ -565,8 +572,12 @@ def texts_in(value: Any) -> set[str]:
     """The texts in a dictionary or a list, keys aside."""
     if isinstance(value, str):
         return {value}
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    return set().union(*map(texts_in, parts))
+    if isinstance(value, dict):
+        value = list(value.values())
+    texts = set()
+    for part in value if isinstance(value, list) else []:
+        texts |= texts_in(part)
+    return texts
 
 
 def same(ours: Any, theirs: Any) -> bool:

@@ -259,12 +259,13 @@ def _rename(row: Row, renames: list[tuple[str, str]]) -> None:
     for _, old in renames:
         row.pop(old, None)
     for new, value in values:
-        is_empty = value is None or value == ""
-        if new == "unused" or is_empty and new in row:
+        if new == "unused":
+            continue
+        if value in (None, "") and new in row:
             continue
         if dict.get(row, new) not in (None, ""):
             raise UserError(
-                f"{row.where}: --columns: there is a column {new} already; with unused={new}, too, it is left out"
+                f"{row.where}: --columns: two columns would be called {new}: rename the other, or leave it out (unused=...)"
             )
         row[new] = value
 

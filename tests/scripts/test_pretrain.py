@@ -250,6 +250,10 @@ def test_bits_per_byte_are_of_the_text(packing, length, launch, data, tmp_path):
         )
 
 
+class Rows(list):
+    """Held-out rows of several sources."""
+
+
 def test_bytes_are_counted_where_characters_are_cut():
     """A vocabulary of pieces, which writes what it lacks byte by byte: é is two bytes, 猫 is three."""
     pieces = ["</s>", "a", "▁b", "<0xC3>", "<0xA9>", "<0xE7>", "<0x8C>", "<0xAB>"]
@@ -270,7 +274,3 @@ def test_bytes_are_counted_where_characters_are_cut():
     held_out = Rows([[{"input_ids": np.array(row)}] for row in ([1, 2, 2], [1, 1, 1, 1, 1, 1])])
     held_out.counts, held_out.sources = [1, 1], [SimpleNamespace(weight=weight) for weight in (0.9, 0.1)]
     assert bytes_per_token(held_out, own) == pytest.approx(0.9 * 2 + 0.1 * 1)
-
-
-class Rows(list):
-    """Rows of several sources."""

@@ -325,7 +325,7 @@ NOT_LOST = [  # files, words, settings of ours, lines of our config
         {"a.py": 'changed = {"max_steps": 7}\nchanged["max_steps"] = 8\nargs = SFTConfig("out", **changed)'},
         "a.py --model_name_or_path data/base_model",
         {"max_steps": -1, "lr_scheduler_type": "cosine"},
-        ["**changed=changed +computed in the script, so no defaults of TRL are written"],
+        ["**changed=changed ", "computed in the script, so no defaults of TRL are written"],
     ),
     (
         {"a.py": REWARDED},
@@ -398,12 +398,7 @@ def test_nothing_is_lost_or_made_up_in_silence(files, words, settings, lines, tr
             value = [json.loads(item) if item.startswith("{") else item for item in value]
         found[name] = value
     assert found == settings
-    missing = [
-        line
-        for line in lines
-        if not re.search(f"^#     {re.escape(line)}".replace(r"\ \+", " +"), ours, re.MULTILINE)
-    ]
-    assert not missing, ours
+    assert not [line for line in lines if line not in ours], ours
 
 
 @pytest.mark.parametrize(
