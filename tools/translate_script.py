@@ -45,12 +45,11 @@ def source_of(path: Path) -> str:
         cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     except (ValueError, KeyError) as error:
         raise UserError(f"{path}: {error}") from None
-    lines = []
-    for cell in cells:
-        cell_text = "".join(cell)
-        if not OTHER_LANGUAGE.match(cell_text):
-            lines.append(COMMAND.sub(r"\1pass", cell_text))
-    return "\n".join(lines)
+    code = []
+    for cell in map("".join, cells):
+        if not OTHER_LANGUAGE.match(cell):
+            code.append(COMMAND.sub(r"\1pass", cell))
+    return "\n".join(code)
 
 
 def read_script(text: str, given: dict[str, Any]) -> dict[str, Any]:
