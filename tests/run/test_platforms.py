@@ -50,7 +50,7 @@ def test_a_run_and_its_second_half_without_what_only_unix_has(stage, launch, tmp
         launch(train_{stage}.main, train_{stage}.Args, demo={demo(stage)!r}, default_model="data/base_model")
     """
     words = "--save_steps 2 --logging_steps 1 --eval_steps 0 --lr_scheduler_type constant".split()
-    words += "--dataset_num_proc 1 --max_steps".split()
+    words += "--dataset_num_proc 1 --max_train_samples 40 --max_eval_samples 4 --max_steps".split()
     for last in ("2", "4"):
         done = without_unix(code, *words, last, "--output_dir", tmp_path / "out")
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -44,7 +44,7 @@ WORDS = {
     "ema": FEW,
     "rft": f"{FEW} --reward_threshold 0",
     "tools": "--per_device_train_batch_size 16",
-    "grpo": "--per_device_train_batch_size 16 --num_iterations 2 --beta 0.02",
+    "grpo": "--max_train_samples 40 --per_device_train_batch_size 16 --num_iterations 2 --beta 0.02",
     "mtp": "--max_train_samples 100 --per_device_train_batch_size 4",
     "online_dpo": "--per_device_train_batch_size 16",
     "dynamic_sampling": "--per_device_train_batch_size 16 --max_draws 3",

@@ -8,7 +8,7 @@ from tests.conftest import assert_same, demo, losses, run_script, teacher, torch
 from tests.run.test_fit import limit_memory
 
 COMMON = "--eval_steps 0 --logging_steps 1 --save_steps 0 --max_grad_norm 1.0 --lr_scheduler_type constant"
-COMMON = [*COMMON.split(), "--eval_prompts", ""]
+COMMON = [*COMMON.split(), "--max_eval_samples", "4", "--eval_prompts", ""]
 # Windows of 8 examples of uneven length; 20 examples, so that the last of 3 windows holds 4 and some
 # processes have none.
 ALL = "--max_train_samples 20 --max_steps -1"
@@ -16,7 +16,7 @@ STAGES = {
     "pretrain": "--max_train_samples 60 --max_steps -1 --packing_strategy bfd --max_length 64",
     "sft": ALL,
     "dpo": ALL,
-    "grpo": "--max_steps 2 --num_generations 4 --beta 0.02 --num_iterations 2",
+    "grpo": "--max_train_samples 20 --max_steps 2 --num_generations 4 --beta 0.02 --num_iterations 2",
 }
 SLOW = {
     "reward": ALL,

@@ -29,7 +29,7 @@ from tests.sampling.fake_vllm import FakeVLLM
 KEYS = [(42, rollout, i) for rollout in range(8) for i in range(64)]
 KEYS += [(42, rollout, i, turn) for rollout in range(8) for i in range(64) for turn in range(4)]
 COMMON = "--model_name_or_path data/base_model --max_steps 4 --save_steps 2 --eval_steps 0 --logging_steps 1"
-COMMON += " --max_completion_length 24 --per_device_train_batch_size 16 --learning_rate 1e-3 --warmup_steps 0 --seed 42"
+COMMON += " --max_train_samples 60 --max_completion_length 24 --per_device_train_batch_size 16 --learning_rate 1e-3 --warmup_steps 0 --seed 42"
 STAGES = {
     "grpo": "--config data/configs/grpo.yaml --num_generations 4 --reward_funcs length:4 --reward_weights 1 --num_iterations 2"
     " --beta 0.02",

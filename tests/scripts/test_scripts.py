@@ -145,7 +145,7 @@ STEP = {
     "sft": "--config data/configs/sft.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1",
     "dpo": "--config data/configs/dpo.yaml --max_train_samples 11 --num_train_epochs 1 --max_steps -1 --max_eval_samples 1"
     " --auto_micro_batch",
-    "grpo": "--config data/configs/grpo.yaml --num_generations 4 --beta 0.02 --num_iterations 2 --temperature 0.9",
+    "grpo": "--config data/configs/grpo.yaml --max_train_samples 20 --num_generations 4 --beta 0.02 --num_iterations 2 --temperature 0.9",
 }
 
 
