@@ -29,9 +29,9 @@ STAGES = {
     ]
     + [*"--save_steps 1 --save_total_limit 9 --logging_steps 1 --eval_prompts".split(), ""]
     + "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_samples 0".split()
-    + "--max_train_samples 100 --max_eval_samples 8".split()
     for stage in ("pretrain", "sft", "dpo", "grpo")
 }
+STAGES["dpo"] += "--max_train_samples 100 --max_eval_samples 8".split()  # of which the reference scores all
 STAGES["grpo"] += "--num_generations 4 --max_completion_length 8 --beta 0.02".split()
 
 
